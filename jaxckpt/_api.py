@@ -1,0 +1,263 @@
+"""The public calls, blocking and awaitable: each checks its arguments and runs one coroutine."""
+
+import threading
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import jax
+
+from jaxckpt import _restore, _save
+from jaxckpt._errors import LeafMismatchError
+from jaxckpt._info import CheckpointInfo
+from jaxckpt._location import Location, PathLike, parse
+from jaxckpt._options import RestoreOptions, SaveOptions
+from jaxckpt._sync import PendingSave, Running, raise_lost_failure
+from jaxckpt._transfer import Placement
+from jaxckpt._tree import display, flatten
+
+Report = Callable[[int, int], None]
+
+
+def save(
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    on_progress: Report | None = None,
+) -> CheckpointInfo:
+    """Save a pytree as a checkpoint; it is durable when this returns.
+
+    All or nothing: the checkpoint exists from the moment its `manifest.json` is put,
+    atomically and last; a crash before that leaves what was there before, also when an
+    old checkpoint is being overwritten. Data, manifest and every new directory are
+    fsynced, so what this returned for survives a power cut. No other thread may change
+    numpy leaves meanwhile (`start_save` copies them).
+
+    Args:
+        path: A directory that does not exist, is empty, or holds a checkpoint.
+        tree: A pytree of jax.Array, numpy arrays and scalars, typed PRNG keys, and
+            Python int, float, complex, bool, str; None is part of the structure.
+        overwrite: Replace the checkpoint that is at `path`.
+        options: See `SaveOptions`.
+        on_progress: Called as `on_progress(done_bytes, total_bytes)` from another thread.
+
+    Returns:
+        What was saved.
+
+    Raises:
+        CheckpointExistsError: There is a checkpoint already, or other files.
+        UnsupportedLeafError: A leaf or a dict key cannot be saved; nothing was written.
+        StorageError: The storage failed; the old checkpoint, if any, is as it was.
+        SaveTimeoutError: It took longer than `options.timeout_seconds`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxckpt
+        >>> info = jaxckpt.save("checkpoints/a", {"w": jnp.ones((4, 4))})
+        >>> jaxckpt.restore("checkpoints/a")["w"].sum()
+        Array(16., dtype=float32)
+    """
+    return _start(path, tree, overwrite, options, on_progress, copy_numpy=False).wait()
+
+
+async def save_async(
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    on_progress: Report | None = None,
+) -> CheckpointInfo:
+    """`save`, awaitable. The caller's event loop is never blocked.
+
+    Cancelling the awaiting task stops the save, which then leaves no checkpoint and no
+    task. Arguments, guarantees and errors are those of `save`.
+    """
+    return await _start(path, tree, overwrite, options, on_progress).wait_async()
+
+
+def start_save(
+    path: PathLike,
+    tree: Any,
+    *,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    on_progress: Report | None = None,
+) -> PendingSave:
+    """Begin to save a pytree; returns as soon as the tree is captured.
+
+    From then on the caller may donate, delete or overwrite every array in `tree`: device
+    arrays are held or copied, numpy arrays are copied. That takes host memory within
+    `options.max_host_bytes`; what exceeds it is written first.
+
+    Returns:
+        A handle: `result()`, `await`, or a `with` block that waits at its end.
+
+    Raises:
+        As `save`, for what is found before the tree is captured; later failures are
+        raised by the handle. Also the failure of an earlier background save that
+        nobody has collected.
+    """
+    captured = threading.Event()
+    running = _start(path, tree, overwrite, options, on_progress, captured=captured.set)
+    running.future.add_done_callback(lambda _: captured.set())
+    try:
+        captured.wait()
+    except BaseException:
+        running.cancel()
+        raise
+    if running.failure() is not None:
+        running.result()
+    return PendingSave(running)
+
+
+def restore(
+    path: PathLike, like: Any = None, *, options: RestoreOptions | None = None, on_progress: Report | None = None
+) -> Any:
+    """Restore the pytree that was saved at `path`.
+
+    Every block that is read is compared with its hash (unless `options.verify` is off).
+    A reader that is overtaken by an overwrite starts again on the new checkpoint.
+
+    Args:
+        path: Where the checkpoint is.
+        like: What to restore to: a tree of the same structure whose leaves are
+            jax.Array, jax.ShapeDtypeStruct (with or without a sharding), Sharding, numpy
+            arrays or Python values. Leaves are matched by their path. Shapes and dtypes
+            must be those that were saved; shardings may be any.
+            None: dicts, lists, tuples and namedtuples are rebuilt (other registered
+            nodes become dicts of their fields), numpy leaves are numpy again, and
+            jax.Arrays are put on the default device.
+        options: See `RestoreOptions`.
+        on_progress: Called as `on_progress(done_bytes, total_bytes)` from another thread.
+
+    Returns:
+        The tree.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+        CorruptCheckpointError: Something is missing or altered; names leaf and file.
+        LeafMismatchError: `like` has another dtype, shape or leaf than was saved.
+        StorageError: The storage failed.
+    """
+    return _start_restore(path, like, options, on_progress).wait()
+
+
+async def restore_async(
+    path: PathLike, like: Any = None, *, options: RestoreOptions | None = None, on_progress: Report | None = None
+) -> Any:
+    """`restore`, awaitable. The caller's event loop is never blocked."""
+    return await _start_restore(path, like, options, on_progress).wait_async()
+
+
+def describe(path: PathLike) -> CheckpointInfo:
+    """What is in the checkpoint at `path`, from its manifest alone.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+        CorruptCheckpointError: The manifest was altered.
+    """
+    return _restore.describe(parse(path))
+
+
+async def async_serialize(
+    arrays: Any, paths: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+) -> None:
+    """Write each array to its path as one plain Zarr v3 array; all are durable when this returns.
+
+    Shards of all arrays are in flight together, within `options.max_host_bytes`, and the
+    caller's event loop is never blocked. An array exists when its `zarr.json` does, which
+    is put atomically, after its chunks; its attributes hold the hash of every block.
+    zarr-python and TensorStore open it; dtypes outside of Zarr's core, such as bfloat16,
+    are stored bit for bit as unsigned integers.
+
+    Args:
+        arrays: A pytree of jax.Array or numpy arrays.
+        paths: A pytree of the same structure, or a sequence in the same order, of str,
+            PathLike or URL.
+        overwrite: Remove the arrays that are at `paths` first. A crash then leaves
+            neither old nor new; use `save` where that matters.
+        options: See `SaveOptions`; nothing is packed.
+
+    Raises:
+        CheckpointExistsError: A path already holds an array, or other files.
+        UnsupportedLeafError, StorageError, SaveTimeoutError: As `save`.
+        ValueError: `arrays` and `paths` do not match.
+
+    Source: https://github.com/jax-ml/jax/pull/22114, and `jax.experimental.array_serialization`.
+    """
+    raise_lost_failure()
+    flat = flatten(arrays)
+    targets = _locations(paths, len(flat.leaves))
+    options = options or SaveOptions()
+    request = _save.Request(options, overwrite)
+    labels = [display(path) for path in flat.paths]
+    work = partial(_save.save_arrays, targets, flat.leaves, labels, request)
+    await Running(work, options.timeout_seconds, "save").wait_async()
+
+
+async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | None = None) -> Any:
+    """Read arrays that `async_serialize` wrote, onto any sharding.
+
+    Args:
+        paths: A pytree, or a sequence, of str, PathLike or URL.
+        like: A pytree of matching leaves: Sharding, jax.ShapeDtypeStruct, jax.Array or
+            numpy arrays.
+        options: See `RestoreOptions`.
+
+    Returns:
+        The arrays, in the structure of `like`.
+
+    Raises:
+        CheckpointNotFoundError: There is no array at a path.
+        CorruptCheckpointError, LeafMismatchError, StorageError: As `restore`.
+        ValueError: `paths` and `like` do not match.
+    """
+    flat = flatten(like)
+    places = _locations(paths, len(flat.leaves))
+    options = options or RestoreOptions()
+    request = _restore.Request(options, Placement.of_this_thread())
+    labels = [str(place) for place in places]
+    work = partial(_restore.restore_arrays, places, flat.leaves, labels, request)
+    values = await Running(work, options.timeout_seconds, "restore").wait_async()
+    return jax.tree_util.tree_unflatten(flat.treedef, values)
+
+
+def _start(
+    path: PathLike,
+    tree: Any,
+    overwrite: bool,
+    options: SaveOptions | None,
+    on_progress: Report | None,
+    *,
+    copy_numpy: bool = True,
+    captured: Callable[[], None] = lambda: None,
+) -> Running[CheckpointInfo]:
+    raise_lost_failure()
+    options = _checked(options, SaveOptions)
+    request = _save.Request(options, overwrite, on_progress, copy_numpy, captured)
+    return Running(partial(_save.save, parse(path), tree, request), options.timeout_seconds, "save")
+
+
+def _start_restore(
+    path: PathLike, like: Any, options: RestoreOptions | None, on_progress: Report | None
+) -> Running[Any]:
+    options = _checked(options, RestoreOptions)
+    request = _restore.Request(options, Placement.of_this_thread(), on_progress)
+    return Running(partial(_restore.restore, parse(path), like, request), options.timeout_seconds, "restore")
+
+
+def _locations(paths: Any, count: int) -> list[Location]:
+    found = flatten(paths).leaves
+    if len(found) != count:
+        raise LeafMismatchError(f"there are {count} arrays but {len(found)} paths; expected one path for each array")
+    return [parse(path) for path in found]
+
+
+def _checked(options: Any, kind: Any) -> Any:
+    if options is None:
+        return kind()
+    if not isinstance(options, kind):
+        raise TypeError(f"options is a {type(options).__name__}; expected {kind.__name__}")
+    return options

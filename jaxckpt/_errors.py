@@ -1,0 +1,37 @@
+"""The exceptions that jaxckpt raises.
+
+Each one is a `CheckpointError` and also the builtin that a caller would
+naturally catch, so `except FileNotFoundError` works without importing ours.
+"""
+
+
+class CheckpointError(Exception):
+    """Base of every error that jaxckpt raises on purpose."""
+
+
+class CheckpointNotFoundError(CheckpointError, FileNotFoundError):
+    """There is no committed checkpoint or array at the path."""
+
+
+class CheckpointExistsError(CheckpointError, FileExistsError):
+    """The path already holds a checkpoint, an array or somebody else's files."""
+
+
+class LeafMismatchError(CheckpointError, ValueError):
+    """A leaf is not what was asked for: its dtype, shape, kind or place in the tree."""
+
+
+class UnsupportedLeafError(CheckpointError, TypeError):
+    """A leaf, or a key of the tree, is of a type that a checkpoint cannot hold."""
+
+
+class CorruptCheckpointError(CheckpointError, ValueError):
+    """Stored bytes are missing, truncated, altered or not what they claim to be."""
+
+
+class StorageError(CheckpointError, OSError):
+    """The storage refused: no space, no permission, an I/O error. `errno` tells which."""
+
+
+class SaveTimeoutError(CheckpointError, TimeoutError):
+    """A save or restore did not end within `timeout_seconds`. A save left no checkpoint."""

@@ -1,0 +1,73 @@
+"""What a caller learns about a checkpoint from its manifest alone."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import jax
+
+from jaxckpt._location import Location
+from jaxckpt._manifest import IndexFile, Leaf, Manifest, Node, dtype_named
+from jaxckpt._tree import unflatten
+
+
+@dataclass(frozen=True, slots=True)
+class CheckpointInfo:
+    """A committed checkpoint.
+
+    Attributes:
+        path: Where it is.
+        format_version: Of the files; see the module `jaxckpt._manifest`.
+        attempt: The unique id of the save that made it.
+        created: When that save began, ISO 8601, UTC.
+        versions: Of jaxckpt and JAX, which wrote it.
+        leaves: One record a leaf, in the order of the tree.
+        indexes: The index files, with the hash that covers all pieces in each.
+        captured_seconds: From the beginning of the save until everything was captured.
+        written_seconds: The same until all data were durable.
+    """
+
+    path: str
+    format_version: int
+    attempt: str
+    created: str
+    versions: dict[str, str]
+    leaves: tuple[Leaf, ...]
+    indexes: tuple[IndexFile, ...]
+    captured_seconds: float
+    written_seconds: float
+    _nodes: tuple[Node, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all arrays."""
+        return sum(leaf.nbytes for leaf in self.leaves)
+
+    @property
+    def tree(self) -> Any:
+        """The saved tree, with a `jax.ShapeDtypeStruct` for every array and the value of every Python leaf."""
+        return unflatten(list(self._nodes), [stand_in(leaf) for leaf in self.leaves], self.path)
+
+
+def info(root: Location, manifest: Manifest) -> CheckpointInfo:
+    return CheckpointInfo(
+        path=str(root),
+        format_version=manifest.format_version,
+        attempt=manifest.attempt,
+        created=manifest.created,
+        versions=manifest.versions,
+        leaves=tuple(manifest.leaves),
+        indexes=tuple(manifest.indexes),
+        captured_seconds=manifest.timings.captured_seconds,
+        written_seconds=manifest.timings.written_seconds,
+        _nodes=tuple(manifest.tree),
+    )
+
+
+def stand_in(leaf: Leaf) -> Any:
+    """The leaf without its data: a `jax.ShapeDtypeStruct`, of a key dtype for PRNG keys, or the Python value."""
+    if leaf.value is not None:
+        return leaf.value.get()
+    stored = jax.ShapeDtypeStruct(leaf.shape, dtype_named(leaf.dtype))
+    if leaf.kind != "key":
+        return stored
+    return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=leaf.impl), stored)

@@ -1,0 +1,236 @@
+"""A path or URL -> the storage behind it, and the durable file operations on it.
+
+Every name given to a `Location` is relative, and comes from us or through the checked
+`Name` type of the records, so it cannot leave the directory. Links are not followed at
+the last component, and only regular files are opened.
+"""
+
+import contextlib
+import errno
+import mmap
+import os
+import shutil
+import stat
+import uuid
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fsspec.core import split_protocol
+
+from jaxckpt._errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
+
+PathLike = str | os.PathLike[str]
+
+_SCHEMES = ("a local path", "file://")
+_IOV_MAX = 1024
+
+
+def parse(path: PathLike) -> "Location":
+    """The storage that `path` names: a local path, absolute or relative, `~` expanded, or a `file://` URL.
+
+    Raises:
+        TypeError: Not a str or PathLike.
+        ValueError: Empty, or of a scheme that is not supported; lists those that are.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise TypeError(f"the path is {path!r} of type {type(path).__name__}; expected a str, a PathLike or a URL")
+    text = os.fspath(path)
+    if not isinstance(text, str):
+        raise TypeError(f"the path is {text!r}; expected text, not bytes")
+    scheme, rest = split_protocol(text)
+    if scheme not in (None, "file"):
+        raise ValueError(f"{text}: scheme {scheme!r} is not supported; expected {' or '.join(_SCHEMES)}")
+    if not rest or "\0" in rest:
+        raise ValueError(f"{text!r} is not a path")
+    return Location(os.path.abspath(os.path.expanduser(rest)))
+
+
+@contextlib.contextmanager
+def storage_errors(path: str) -> Generator[None]:
+    """Turn an OSError of the block into a `StorageError` that names `path`."""
+    try:
+        yield
+    except StorageError:
+        raise
+    except OSError as error:
+        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), error.filename or path) from error
+
+
+@dataclass(frozen=True, slots=True)
+class Location:
+    """A directory of a local file system, which need not exist yet."""
+
+    path: str
+
+    def __str__(self) -> str:
+        return self.path
+
+    def child(self, name: str) -> "Location":
+        return Location(os.path.join(self.path, name) if name else self.path)
+
+    def names(self) -> list[str] | None:
+        """What the directory holds, or None where there is no such directory."""
+        try:
+            with storage_errors(self.path):
+                return os.listdir(self.path)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                return None
+            raise
+
+    def make(self) -> list[str]:
+        """Create the directory and its parents; return those directories that got a new entry."""
+        missing, path = [], self.path
+        while not os.path.isdir(path) and path != os.path.dirname(path):
+            missing.append(path)
+            path = os.path.dirname(path)
+        with storage_errors(self.path):
+            os.makedirs(self.path, exist_ok=True)
+        return [os.path.dirname(path) for path in missing]
+
+    def read(self, name: str) -> bytes:
+        """The whole content of a file.
+
+        Raises:
+            CheckpointNotFoundError: No such file.
+            StorageError: It cannot be read.
+        """
+        with self._open(name) as fd, storage_errors(self._at(name)):
+            with os.fdopen(os.dup(fd), "rb") as file:
+                return file.read()
+
+    def read_into(self, name: str, nbytes: int, runs: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
+        """Fill buffers from a file of exactly `nbytes`: each run is an offset and the buffers that follow it.
+
+        Raises:
+            CheckpointNotFoundError: No such file.
+            CorruptCheckpointError: The file has another size.
+            StorageError: It cannot be read.
+        """
+        with self._open(name) as fd:
+            self._check_size(fd, name, nbytes)
+            with storage_errors(self._at(name)):
+                for offset, buffers in runs:
+                    _read_fully(fd, offset, buffers, self._at(name))
+
+    def map(self, name: str, nbytes: int) -> mmap.mmap:
+        """Map a file of exactly `nbytes`, read-only. It stays mapped for as long as the result lives."""
+        with self._open(name) as fd:
+            self._check_size(fd, name, nbytes)
+            with storage_errors(self._at(name)):
+                return mmap.mmap(fd, nbytes, flags=mmap.MAP_SHARED, prot=mmap.PROT_READ)
+
+    def write(self, name: str, data: bytes) -> None:
+        """Write a new file and make its content durable, but not its directory entry: see `sync`."""
+        with storage_errors(self._at(name)):
+            fd = os.open(self._at(name), os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+            try:
+                view = memoryview(data)
+                while view:
+                    view = view[os.write(fd, view) :]
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+
+    def put(self, name: str, data: bytes, *, replace: bool) -> None:
+        """Make a file appear whole and durable, in one step.
+
+        Raises:
+            CheckpointExistsError: It exists already and `replace` is false.
+        """
+        temporary = f".{name}.{uuid.uuid4().hex}"
+        try:
+            self.write(temporary, data)
+            with storage_errors(self._at(name)):
+                if replace:
+                    os.rename(self._at(temporary), self._at(name))
+                else:
+                    os.link(self._at(temporary), self._at(name))
+        except StorageError as error:
+            if error.errno == errno.EEXIST:
+                raise CheckpointExistsError(error.errno, "it was written by somebody else meanwhile", str(self)) from error
+            raise
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(self._at(temporary))
+        self.sync([self.path])
+
+    def sync(self, directories: Iterable[str]) -> None:
+        """Make the entries of directories durable."""
+        for directory in directories:
+            with storage_errors(directory):
+                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    os.fsync(fd)
+                finally:
+                    os.close(fd)
+
+    def unlink(self, name: str) -> None:
+        """Delete a file."""
+        with storage_errors(self._at(name)):
+            os.unlink(self._at(name))
+
+    def remove(self) -> None:
+        """Delete the directory and what is in it; links are removed, never followed. Gone already is fine."""
+        with contextlib.suppress(FileNotFoundError):
+            shutil.rmtree(self.path, onerror=_keep_going_if_gone)
+
+    def remove_if_empty(self, new_entries: Sequence[str]) -> None:
+        """Undo `make` where nothing else was put there since: `new_entries` is what it returned."""
+        path = self.path
+        for parent in new_entries:
+            try:
+                os.rmdir(path)
+            except OSError:
+                return
+            path = parent
+
+    def _at(self, name: str) -> str:
+        return os.path.join(self.path, name)
+
+    @contextlib.contextmanager
+    def _open(self, name: str) -> Generator[int]:
+        path = self._at(name)
+        try:
+            with storage_errors(path):
+                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+        except StorageError as error:
+            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+                raise CheckpointNotFoundError(errno.ENOENT, "no such file", path) from error
+            if error.errno == errno.ELOOP:
+                raise CorruptCheckpointError(f"{path}: a link; expected a regular file") from error
+            raise
+        try:
+            if not stat.S_ISREG(os.fstat(fd).st_mode):
+                raise CorruptCheckpointError(f"{path}: not a regular file")
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _check_size(self, fd: int, name: str, nbytes: int) -> None:
+        found = os.fstat(fd).st_size
+        if found != nbytes:
+            raise CorruptCheckpointError(f"{self._at(name)}: the file has {found} bytes; expected {nbytes}")
+
+
+def _read_fully(fd: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:
+    pending = [view for view in buffers if view.nbytes]
+    while pending:
+        got = os.preadv(fd, pending[:_IOV_MAX], offset)
+        if got == 0:
+            raise CorruptCheckpointError(f"{path}: the file ends at byte {offset}, while it is being read")
+        offset += got
+        done = 0
+        while done < len(pending) and got >= pending[done].nbytes:
+            got -= pending[done].nbytes
+            done += 1
+        pending = pending[done:]
+        if got:
+            pending[0] = pending[0][got:]
+
+
+def _keep_going_if_gone(function: Callable[..., Any], path: str, info: Any) -> None:
+    error = info[1]
+    if not isinstance(error, FileNotFoundError):
+        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), path) from error

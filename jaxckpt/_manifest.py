@@ -1,0 +1,291 @@
+"""The records of a checkpoint, format version 1, and their JSON. Pure.
+
+`manifest.json` is the commit record: it names the data directory, the tree, the
+leaves and the index files with their sizes and hashes. An index file lists the
+pieces that one process wrote: which box of which leaf lies where, and the xxh3-128
+hash of every block of it. The manifest carries the hash of its own body, so every
+byte of a checkpoint is checked by something.
+
+Source: design.md, section 4 ("On disk"), in this project's shared documents.
+"""
+
+from typing import Annotated, Any, Literal
+
+import ml_dtypes
+import msgspec
+import numpy as np
+import xxhash
+from msgspec import Meta, Struct
+
+from jaxckpt._errors import CorruptCheckpointError
+
+FORMAT_VERSION = 1
+
+Natural = Annotated[int, Meta(ge=0)]
+Hash = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Attempt = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+# A name is a relative path of harmless components: it cannot climb out of the directory it is used in.
+_COMPONENT = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9_.%~-]+"
+Name = Annotated[str, Meta(pattern=rf"^{_COMPONENT}(?:/{_COMPONENT})*$", max_length=1000)]
+Box = tuple[Natural, ...]
+
+_CORE_DTYPES = frozenset(
+    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+)
+
+
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Base of all records: immutable, typed when decoded, strict about what it holds."""
+
+
+class Node(Record):
+    """One inner node of the tree. `children` holds leaf numbers, or ~n for node n before it."""
+
+    type: Literal["dict", "list", "tuple", "namedtuple", "none", "object"]
+    children: list[int] = []
+    keys: list[Any] = []
+    """Of a dict: its keys, types kept, a tuple as a JSON list. Of a namedtuple or object: field names."""
+    name: str | None = None
+    """Of a namedtuple or object: the name of its class, for people; nothing is imported by it."""
+
+
+class ShardingInfo(Record):
+    """How an array was spread over devices when it was saved: for people, not needed to restore."""
+
+    type: str
+    devices: Natural
+    memory_kind: str | None = None
+    mesh: dict[str, Natural] = {}
+    spec: list[None | str | list[str]] = []
+
+    def __str__(self) -> str:
+        if not self.mesh:
+            return f"{self.type} on {self.devices}"
+        axes = ", ".join(f"{name}:{size}" for name, size in self.mesh.items())
+        parts = ", ".join("+".join(p) if isinstance(p, list) else p or "-" for p in self.spec)
+        return f"({parts}) over {axes}"
+
+
+class Value(Record):
+    """A Python value, spelled so that it comes back exactly: floats and ints in hexadecimal."""
+
+    type: Literal["bool", "int", "float", "complex", "str"]
+    text: str
+
+    @classmethod
+    def of(cls, value: bool | int | float | complex | str) -> "Value":
+        match value:
+            case bool():
+                return cls(type="bool", text=str(value))
+            case int():
+                return cls(type="int", text=hex(value))
+            case float():
+                return cls(type="float", text=value.hex())
+            case complex():
+                return cls(type="complex", text=f"{value.real.hex()} {value.imag.hex()}")
+            case _:
+                return cls(type="str", text=value)
+
+    def get(self) -> bool | int | float | complex | str:
+        match self.type:
+            case "bool":
+                return self.text == "True"
+            case "int":
+                return int(self.text, 16)
+            case "float":
+                return float.fromhex(self.text)
+            case "complex":
+                real, imag = self.text.split()
+                return complex(float.fromhex(real), float.fromhex(imag))
+            case "str":
+                return self.text
+
+
+class Leaf(Record):
+    """One leaf of the saved tree.
+
+    `kind` says what it was: `array` a jax.Array, `numpy` a numpy array, `scalar` a
+    numpy scalar, `key` a typed PRNG key array (stored as its key data, `impl` names
+    its implementation), `value` a Python value. `shape` and `dtype` are those of the
+    stored array. `chunk` is the chunk of its Zarr array, None where it is packed.
+    """
+
+    name: Name
+    kind: Literal["array", "numpy", "scalar", "key", "value"]
+    shape: Box = ()
+    dtype: str = ""
+    chunk: Box | None = None
+    sharding: ShardingInfo | None = None
+    impl: str | None = None
+    value: Value | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the array, uncompressed and one element a whole number of bytes."""
+        if self.kind == "value":
+            return 0
+        size = 1
+        for n in self.shape:
+            size *= n
+        return size * dtype_named(self.dtype).itemsize
+
+
+class File(Record):
+    """A data file: its path under the data directory and its exact size in bytes.
+
+    `hash` is that of the whole file where no piece covers it (`zarr.json`).
+    """
+
+    name: Name
+    nbytes: Natural
+    hash: Hash | None = None
+
+
+class Piece(Record, array_like=True):
+    """A box of a leaf and where its bytes are: C order, from `offset` of file number `file`.
+
+    `hashes` are the xxh3-128 of its blocks, in order (see `_shards.blocks`).
+    """
+
+    leaf: Natural
+    start: Box
+    shape: Box
+    file: Natural
+    offset: Natural
+    hashes: list[Hash]
+
+
+class Index(Record):
+    """What one process wrote."""
+
+    files: list[File]
+    pieces: list[Piece]
+
+
+class IndexFile(Record):
+    """The size and hash of an index file, held by the manifest."""
+
+    name: Name
+    nbytes: Natural
+    hash: Hash
+
+
+class Timings(Record):
+    """Seconds since the save began: when everything was captured, and when all data were written."""
+
+    captured_seconds: float = 0.0
+    written_seconds: float = 0.0
+
+
+class Manifest(Record):
+    """The commit record: a checkpoint exists exactly when one names its data."""
+
+    format_version: int
+    attempt: Attempt
+    created: str
+    versions: dict[str, str]
+    tree: list[Node]
+    leaves: list[Leaf]
+    indexes: list[IndexFile]
+    timings: Timings
+
+    @property
+    def data(self) -> str:
+        """The data directory, beside the manifest."""
+        return f"d-{self.attempt}"
+
+
+class _Envelope(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    xxh3_128: Hash
+    manifest: msgspec.Raw
+
+
+class _Version(Struct):
+    format_version: int
+
+
+class ArrayAttributes(Record):
+    """What `async_serialize` keeps in an array's own `zarr.json`, under the attribute `jaxckpt`."""
+
+    format_version: int
+    dtype: str
+    files: list[File]
+    pieces: list[Piece]
+
+
+def encode_manifest(manifest: Manifest) -> bytes:
+    body = msgspec.json.encode(manifest)
+    envelope = _Envelope(xxh3_128=digest(body), manifest=msgspec.Raw(body))
+    return msgspec.json.encode(envelope) + b"\n"
+
+
+def decode_manifest(data: bytes, where: str) -> Manifest:
+    """The manifest in `data`, which was read from `where`, its hash checked.
+
+    Raises:
+        CorruptCheckpointError: It is not a manifest, was altered, or is of a format
+            version that this jaxckpt does not know.
+    """
+    try:
+        envelope = msgspec.json.decode(data, type=_Envelope)
+        body = bytes(envelope.manifest)
+        if digest(body) != envelope.xxh3_128:
+            raise CorruptCheckpointError(f"{where}: the manifest does not match its hash; it was altered or cut")
+        version = msgspec.json.decode(body, type=_Version).format_version
+        if version != FORMAT_VERSION:
+            raise CorruptCheckpointError(
+                f"{where}: format version {version}, but this jaxckpt reads version {FORMAT_VERSION}; install a newer one"
+            )
+        return msgspec.json.decode(body, type=Manifest)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where}: not a jaxckpt manifest ({error})") from error
+
+
+def encode_index(index: Index) -> bytes:
+    return msgspec.json.encode(index) + b"\n"
+
+
+def decode_index(data: bytes, expected: IndexFile, where: str) -> Index:
+    """The index in `data`, checked against the size and hash that the manifest holds for it."""
+    if len(data) != expected.nbytes or digest(data) != expected.hash:
+        raise CorruptCheckpointError(f"{where}: the index file does not match the manifest; it was altered or cut")
+    try:
+        return msgspec.json.decode(data, type=Index)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where}: not a jaxckpt index ({error})") from error
+
+
+def digest(data: "bytes | memoryview | np.ndarray[Any, Any]") -> str:
+    """The xxh3-128 hash as hexadecimal. Releases the GIL for large data."""
+    return xxhash.xxh3_128_hexdigest(data)
+
+
+def dtype_named(name: str) -> np.dtype[Any]:
+    """The numpy dtype that JAX calls `name`.
+
+    Raises:
+        ValueError: No such dtype; nothing else is looked up by the name.
+    """
+    if name in _CORE_DTYPES:
+        return np.dtype(name)
+    scalar = getattr(ml_dtypes, name, None)
+    if not (isinstance(scalar, type) and issubclass(scalar, np.generic)):
+        raise ValueError(f"{name!r} is not a dtype that jaxckpt stores")
+    return np.dtype(scalar)
+
+
+def is_stored_dtype(dtype: np.dtype[Any]) -> bool:
+    """Whether arrays of `dtype` can be stored: native byte order and known by name."""
+    try:
+        return dtype_named(dtype.name) == dtype
+    except ValueError:
+        return False
+
+
+def zarr_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
+    """The dtype of the Zarr array that holds `dtype`.
+
+    The core types of Zarr v3 are kept. Others (bfloat16, fp8, int4 ...), which readers
+    disagree about, are held bit for bit as unsigned integers of the same width.
+    """
+    return dtype if dtype.name in _CORE_DTYPES else np.dtype(f"uint{8 * dtype.itemsize}")

@@ -1,0 +1,94 @@
+"""How to save and how to restore: two frozen dataclasses, validated once, when made."""
+
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Transfer = Literal["auto", "pinned", "direct", "staged"]
+
+MIB = 1 << 20
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SaveOptions:
+    """How arrays leave the devices and what the files look like.
+
+    Args:
+        transfer: How a shard comes to the host. `pinned`: one `device_put` into
+            pinned host memory. `direct`: a zero-copy view, for devices whose
+            memory is the host's. `staged`: pieces through a fixed buffer. `auto`:
+            `direct` on CPU devices, `pinned` on others, `staged` for what does
+            not fit.
+        max_host_bytes: The most host memory, in bytes, that copies of array data
+            occupy at any time. None: a quarter of the memory available when the
+            save starts. It never grows.
+        pack_below_bytes: Shards smaller than this share large files (packs);
+            others get a Zarr array of their own.
+        chunk_bytes: The largest chunk, and so file, that a shard is divided into.
+        timeout_seconds: A save that takes longer raises `SaveTimeoutError` and
+            leaves no checkpoint. None: no limit.
+
+    Raises:
+        ValueError: A value is out of range; the message names the option.
+    """
+
+    transfer: Transfer = "auto"
+    max_host_bytes: int | None = None
+    pack_below_bytes: int = 4 * MIB
+    chunk_bytes: int = 128 * MIB
+    timeout_seconds: float | None = 3600.0
+
+    def __post_init__(self) -> None:
+        if self.transfer not in get_args(Transfer):
+            raise ValueError(f"transfer is {self.transfer!r}; expected one of {', '.join(get_args(Transfer))}")
+        _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
+        _check_at_least("pack_below_bytes", self.pack_below_bytes, 0)
+        _check_at_least("chunk_bytes", self.chunk_bytes, 4096)
+        _check_positive("timeout_seconds", self.timeout_seconds)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RestoreOptions:
+    """How stored arrays come back.
+
+    Args:
+        verify: Compare every block that is read with its xxh3-128 hash.
+        memory_map: On CPU devices, map the files instead of reading them, so that
+            arrays share the page cache and restoring takes microseconds. It trusts
+            the files to stay unchanged for as long as the arrays live; with
+            `verify` the bytes are checked once, at restore.
+        max_host_bytes: The most host memory, in bytes, beside the restored arrays.
+            None: a quarter of the memory available when the restore starts.
+        cast: Convert a leaf whose dtype differs from `like`, which is an error
+            otherwise.
+        partial: Allow `like` to name only some of the saved leaves.
+        timeout_seconds: A restore that takes longer raises `SaveTimeoutError`.
+            None: no limit.
+
+    Raises:
+        ValueError: A value is out of range; the message names the option.
+    """
+
+    verify: bool = True
+    memory_map: bool = False
+    max_host_bytes: int | None = None
+    cast: bool = False
+    partial: bool = False
+    timeout_seconds: float | None = 3600.0
+
+    def __post_init__(self) -> None:
+        _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
+        _check_positive("timeout_seconds", self.timeout_seconds)
+
+
+def _check_at_least(name: str, value: int | None, least: int) -> None:
+    if value is None and name == "max_host_bytes":
+        return
+    if not isinstance(value, int) or isinstance(value, bool):
+        raise ValueError(f"{name} is {value!r}; expected a whole number of bytes")
+    if value < least:
+        raise ValueError(f"{name} is {value}; expected at least {least} bytes")
+
+
+def _check_positive(name: str, value: float | None) -> None:
+    if value is not None and not value > 0:
+        raise ValueError(f"{name} is {value!r}; expected more than 0 seconds, or None for no limit")

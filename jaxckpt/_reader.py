@@ -1,0 +1,269 @@
+"""Pieces of many leaves -> host arrays, read once, verified, within the budget of host memory."""
+
+import asyncio
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from jaxckpt._budget import Budget, Progress
+from jaxckpt._errors import CheckpointNotFoundError, CorruptCheckpointError
+from jaxckpt._location import Location
+from jaxckpt._manifest import File, Index, Piece, digest
+from jaxckpt._shards import BLOCK_BYTES, Block, Shape, Slice, blocks, covers, is_contiguous
+from jaxckpt._store import as_bytes
+from jaxckpt._transfer import aligned_empty
+
+Bytes = np.ndarray[Any, Any]
+Boxes = dict[Slice, np.ndarray[Any, Any]]
+
+_RUN_BYTES = BLOCK_BYTES
+_GAP = memoryview(bytearray(4096))
+"""Where the padding between the members of a pack is read to; nobody looks at it."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """The boxes of one stored leaf that are to be read."""
+
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+    boxes: Sequence[Slice]
+    pieces: Sequence["Stored"]
+
+
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A piece, and the file that holds it."""
+
+    piece: Piece
+    file: File
+    location: Location
+
+    @property
+    def slice(self) -> Slice:
+        return Slice(self.piece.start, self.piece.shape)
+
+    @property
+    def path(self) -> str:
+        return f"{self.location}/{self.file.name}"
+
+
+@dataclass(frozen=True, slots=True)
+class _Copy:
+    """A box of a block that belongs into an array: both sides' numpy indices."""
+
+    into: np.ndarray[Any, Any]
+    at: tuple[Any, ...]
+    of: tuple[Any, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Read:
+    """One block, `nbytes` from `offset` of a file.
+
+    It is read straight into `buffer`, or where that is None into scratch memory, from
+    which `copies` are made. A mapped one is there already and only checked.
+    """
+
+    wanted: Wanted
+    stored: Stored
+    block: Block
+    hash: str
+    buffer: Bytes | None = None
+    copies: tuple[_Copy, ...] = ()
+    mapped: bool = False
+
+    @property
+    def offset(self) -> int:
+        return self.stored.piece.offset + self.block.offset
+
+    @property
+    def scratch_nbytes(self) -> int:
+        return self.block.nbytes if self.buffer is None else 0
+
+
+def by_leaf(indexes: Iterable[tuple[Index, Location]], where: str) -> dict[int, list[Stored]]:
+    """The pieces of every leaf.
+
+    Raises:
+        CorruptCheckpointError: A piece names a file that its index does not list.
+    """
+    found: dict[int, list[Stored]] = defaultdict(list)
+    for index, location in indexes:
+        for piece in index.pieces:
+            if piece.file >= len(index.files):
+                raise CorruptCheckpointError(f"{where}: a piece of leaf {piece.leaf} names file {piece.file}, which is not listed")
+            found[piece.leaf].append(Stored(piece, index.files[piece.file], location))
+    return found
+
+
+def check(name: str, shape: Shape, dtype: np.dtype[Any], pieces: Sequence[Stored]) -> None:
+    """Whether the records of a leaf's pieces are sound, before anything is allocated by them.
+
+    Raises:
+        CorruptCheckpointError: They do not cover the leaf exactly, or leave their files.
+    """
+    if not all(len(p.piece.start) == len(p.piece.shape) == len(shape) for p in pieces):
+        raise CorruptCheckpointError(f"leaf {name}: a piece has another rank than the leaf's {len(shape)}")
+    if math.prod(shape) and not covers([stored.slice for stored in pieces], shape):
+        raise CorruptCheckpointError(f"leaf {name}: its {len(pieces)} pieces do not cover its shape {shape} exactly once")
+    for stored in pieces:
+        nbytes = stored.slice.size * dtype.itemsize
+        if stored.piece.offset + nbytes > stored.file.nbytes:
+            raise CorruptCheckpointError(f"leaf {name}: a piece ends after its file {stored.file.name}")
+        if nbytes and len(stored.piece.hashes) != len(blocks(stored.piece.shape, dtype.itemsize)):
+            raise CorruptCheckpointError(f"leaf {name}: a piece in {stored.file.name} has the wrong number of hashes")
+
+
+class Reader:
+    """Reads leaves of one checkpoint.
+
+    Args:
+        limit: Bytes of host memory for what is not the result itself.
+        verify: Whether to compare hashes.
+        memory_map: Whether boxes that lie in a file as they are wanted are mapped instead.
+        progress: Told of the bytes that are read.
+    """
+
+    def __init__(self, limit: int, *, verify: bool, memory_map: bool, progress: Progress) -> None:
+        self._scratch = Budget(limit)
+        self._verify = verify
+        self._memory_map = memory_map
+        self._progress = progress
+        self._maps: dict[str, Bytes] = {}
+
+    async def read(self, leaves: Sequence[Wanted]) -> list[Boxes]:
+        """The wanted boxes of each leaf. Each block is read once, however many boxes share it.
+
+        Raises:
+            CorruptCheckpointError: Bytes are missing or altered; names leaf and file.
+            StorageError: They cannot be read.
+        """
+        found, runs = await asyncio.to_thread(self._plan, leaves)
+        async with asyncio.TaskGroup() as tasks:
+            for run in runs:
+                scratch_nbytes = sum(read.scratch_nbytes for read in run)
+                await self._scratch.acquire(scratch_nbytes)
+                tasks.create_task(self._read_run(run, scratch_nbytes))
+        return found
+
+    async def _read_run(self, run: list[_Read], scratch_nbytes: int) -> None:
+        try:
+            await asyncio.to_thread(_execute, run, verify=self._verify)
+        finally:
+            self._scratch.release(scratch_nbytes)
+        self._progress.add(sum(read.block.nbytes for read in run))
+
+    def _plan(self, leaves: Sequence[Wanted]) -> tuple[list[Boxes], list[list[_Read]]]:
+        found: list[Boxes] = []
+        reads: list[_Read] = []
+        for wanted in leaves:
+            boxes = {box: self._mapped(wanted, box) for box in wanted.boxes}
+            mapped = {box for box, array in boxes.items() if array is not None}
+            made = {box: aligned_empty(box.shape, wanted.dtype) if array is None else array for box, array in boxes.items()}
+            found.append(made)
+            for stored in wanted.pieces:
+                reads.extend(self._reads(wanted, stored, made, mapped))
+        return found, _runs(reads)
+
+    def _reads(self, wanted: Wanted, stored: Stored, boxes: Boxes, mapped: set[Slice]) -> Iterable[_Read]:
+        """The blocks of one piece that `boxes` need."""
+        hits = [box for box in boxes if box.intersect(stored.slice)]
+        if not hits:
+            return
+        for block, expected in zip(blocks(stored.piece.shape, wanted.dtype.itemsize), stored.piece.hashes, strict=True):
+            box_of_block = block.slice.shifted(stored.piece.start)
+            shared = [(box, part) for box in hits if (part := box.intersect(box_of_block))]
+            if any(box in mapped for box, _ in shared):
+                whole_file = self._map(stored)
+                start = stored.piece.offset + block.offset
+                yield _Read(wanted, stored, block, expected, whole_file[start : start + block.nbytes], mapped=True)
+            to_fill = [(box, part) for box, part in shared if box not in mapped]
+            if not to_fill:
+                continue
+            box, part = to_fill[0]
+            if len(to_fill) == 1 and part == box_of_block and is_contiguous(part.within(box), box.shape):
+                yield _Read(wanted, stored, block, expected, as_bytes(boxes[box][part.within(box).index]))
+            else:
+                copies = tuple(
+                    _Copy(boxes[box], part.within(box).index, part.within(box_of_block).index) for box, part in to_fill
+                )
+                yield _Read(wanted, stored, block, expected, copies=copies)
+
+    def _mapped(self, wanted: Wanted, box: Slice) -> np.ndarray[Any, Any] | None:
+        """The box as it lies in a file, where memory mapping is asked for and the box is one run of bytes."""
+        if not self._memory_map or not box.size:
+            return None
+        for stored in wanted.pieces:
+            if box.intersect(stored.slice) == box and is_contiguous(box.within(stored.slice), stored.piece.shape):
+                first = np.ravel_multi_index(box.within(stored.slice).start, stored.piece.shape) if box.shape else 0
+                start = stored.piece.offset + int(first) * wanted.dtype.itemsize
+                raw = self._map(stored)[start : start + box.size * wanted.dtype.itemsize]
+                return raw.view(wanted.dtype).reshape(box.shape)
+        return None
+
+    def _map(self, stored: Stored) -> Bytes:
+        if stored.path not in self._maps:
+            self._maps[stored.path] = np.frombuffer(stored.location.map(stored.file.name, stored.file.nbytes), np.uint8)
+        return self._maps[stored.path]
+
+
+def _runs(reads: list[_Read]) -> list[list[_Read]]:
+    """Neighbours in a file together, as many as one thread should read at a time."""
+    runs: list[list[_Read]] = []
+    reads.sort(key=lambda read: (read.mapped, read.stored.path, read.offset))
+    for _, same in itertools.groupby(reads, key=lambda read: (read.mapped, read.stored.path)):
+        nbytes = _RUN_BYTES
+        for read in same:
+            if nbytes + read.block.nbytes > _RUN_BYTES:
+                runs.append([])
+                nbytes = 0
+            runs[-1].append(read)
+            nbytes += read.block.nbytes
+    return runs
+
+
+def _execute(run: list[_Read], *, verify: bool) -> None:
+    """Read, check and copy the blocks of one run. Blocks."""
+    buffers = [np.empty(read.block.nbytes, np.uint8) if read.buffer is None else read.buffer for read in run]
+    if not run[0].mapped:
+        _fill(run, buffers)
+    for read, buffer in zip(run, buffers, strict=True):
+        if verify and digest(buffer) != read.hash:
+            raise CorruptCheckpointError(
+                f"leaf {read.wanted.name}: {read.block.nbytes} bytes at {read.offset} of "
+                f"{read.stored.path} do not match their hash; the file was altered"
+            )
+        for copy in read.copies:
+            copy.into[copy.at] = buffer.view(read.wanted.dtype).reshape(read.block.slice.shape)[copy.of]
+
+
+def _fill(run: list[_Read], buffers: list[Bytes]) -> None:
+    stored, leaf = run[0].stored, run[0].wanted.name
+    try:
+        stored.location.read_into(stored.file.name, stored.file.nbytes, _segments(run, buffers))
+    except CheckpointNotFoundError as error:
+        raise CorruptCheckpointError(f"leaf {leaf}: the file {error.filename} is missing") from error
+    except CorruptCheckpointError as error:
+        raise CorruptCheckpointError(f"leaf {leaf}: {error}") from error
+
+
+def _segments(run: list[_Read], buffers: list[Bytes]) -> list[tuple[int, list[memoryview]]]:
+    """Offsets, each with the buffers that are filled from there on; small gaps are read over."""
+    segments: list[tuple[int, list[memoryview]]] = []
+    end = -1
+    for read, buffer in zip(run, buffers, strict=True):
+        gap = read.offset - end
+        if end < 0 or not 0 <= gap <= len(_GAP):
+            segments.append((read.offset, []))
+        elif gap:
+            segments[-1][1].append(_GAP[:gap])
+        segments[-1][1].append(memoryview(buffer))
+        end = read.offset + read.block.nbytes
+    return segments

@@ -1,0 +1,210 @@
+"""Which boxes of an array a process stores or needs, and how a box is cut up. Pure planning."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import NamedSharding, Sharding
+
+from jaxckpt._manifest import ShardingInfo
+
+Shape = tuple[int, ...]
+
+BLOCK_BYTES = 16 << 20
+"""A piece is hashed in blocks of at most this many of its array bytes."""
+
+
+@dataclass(frozen=True, slots=True)
+class Slice:
+    """A box of an array: where it starts (inclusive) and how long it is, on every axis."""
+
+    start: Shape
+    shape: Shape
+
+    @property
+    def size(self) -> int:
+        return math.prod(self.shape)
+
+    @property
+    def index(self) -> tuple[Any, ...]:
+        """The numpy index of this box. It ends in an ellipsis, so that one of rank 0 is a view too."""
+        return (*(slice(at, at + n) for at, n in zip(self.start, self.shape, strict=True)), ...)
+
+    def within(self, outer: "Slice") -> "Slice":
+        """This box in the coordinates of `outer`, which contains it."""
+        start = tuple(at - origin for at, origin in zip(self.start, outer.start, strict=True))
+        return Slice(start, self.shape)
+
+    def shifted(self, origin: Shape) -> "Slice":
+        return Slice(tuple(at + by for at, by in zip(self.start, origin, strict=True)), self.shape)
+
+    def intersect(self, other: "Slice") -> "Slice | None":
+        """The box that both share, or None where that is empty."""
+        start, shape = [], []
+        for a, n, b, m in zip(self.start, self.shape, other.start, other.shape, strict=True):
+            low, high = max(a, b), min(a + n, b + m)
+            if low >= high:
+                return None
+            start.append(low)
+            shape.append(high - low)
+        return Slice(tuple(start), tuple(shape))
+
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """A contiguous run of a piece's bytes that is a box of it too: the unit of hashing and reading."""
+
+    slice: Slice
+    offset: int
+    nbytes: int
+
+
+def describe(sharding: Sharding) -> ShardingInfo:
+    """The sharding as a record."""
+    devices = len(sharding.device_set)
+    if not isinstance(sharding, NamedSharding):
+        return ShardingInfo(type=type(sharding).__name__, devices=devices, memory_kind=sharding.memory_kind)
+    spec = [list(map(str, part)) if isinstance(part, tuple) else part and str(part) for part in sharding.spec]
+    mesh = {str(name): size for name, size in sharding.mesh.shape.items()}
+    return ShardingInfo(type="NamedSharding", devices=devices, memory_kind=sharding.memory_kind, mesh=mesh, spec=spec)
+
+
+def whole(shape: Shape) -> Slice:
+    return Slice((0,) * len(shape), shape)
+
+
+@lru_cache(maxsize=4096)
+def owned(sharding: Sharding, shape: Shape) -> tuple[tuple[Slice, jax.Device], ...]:
+    """The distinct slices that this process stores, each with the local device to take it from.
+
+    Decided from the sharding alone, the same way in every process: a slice with
+    several replicas belongs to the replica on the device with the lowest id.
+    """
+    owners: dict[Slice, jax.Device] = {}
+    for device, index in sharding.devices_indices_map(shape).items():
+        box = _slice_of(index, shape)
+        if box not in owners or device.id < owners[box].id:
+            owners[box] = device
+    here = jax.process_index()
+    return tuple((box, device) for box, device in owners.items() if device.process_index == here and box.size)
+
+
+@lru_cache(maxsize=4096)
+def wanted(sharding: Sharding, shape: Shape) -> tuple[tuple[jax.Device, Slice], ...]:
+    """The slice that each local device holds, in the order in which an array is assembled."""
+    indices = sharding.addressable_devices_indices_map(shape)
+    return tuple((device, _slice_of(index, shape)) for device, index in indices.items())
+
+
+def chunk_shape(shard: Shape, array: Shape, itemsize: int, target_bytes: int) -> Shape:
+    """The chunk that tiles every shard exactly and has at most `target_bytes`.
+
+    Leading axes are cut first, so that a chunk is one contiguous run of the shard's
+    bytes. On an axis that is not sharded the last chunk may be smaller. A sharded
+    axis that has no divisor of a useful size (a large prime) is left longer than the
+    target rather than cut into slivers.
+    """
+    chunk = [max(1, n) for n in shard]
+    for axis, length in enumerate(chunk):
+        row = math.prod(chunk[axis + 1 :]) * itemsize
+        if length * row <= target_bytes:
+            break
+        rows = max(1, target_bytes // row)
+        if length == array[axis]:
+            chunk[axis] = math.ceil(length / math.ceil(length / rows))
+        else:
+            chunk[axis] = _divisor(length, rows, least=min(rows, math.ceil(target_bytes / 64 / row)))
+        if chunk[axis] > 1:
+            break
+    return tuple(chunk)
+
+
+def _divisor(length: int, most: int, least: int) -> int:
+    """The largest divisor of `length` up to `most`; below `least`, the next one above `most` instead."""
+    small = {d for d in range(1, math.isqrt(length) + 1) if length % d == 0}
+    divisors = small | {length // d for d in small}
+    best = max(d for d in divisors if d <= most)
+    return best if best >= least else min(d for d in divisors if d > most)
+
+
+def chunks(box: Slice, chunk: Shape) -> Iterator[Slice]:
+    """The chunks of the grid that tile `box`, cut off at its end. `box` starts on the grid."""
+    for corner in np.ndindex(*(math.ceil(n / c) for n, c in zip(box.shape, chunk, strict=True))):
+        offset = tuple(i * c for i, c in zip(corner, chunk, strict=True))
+        shape = tuple(min(c, n - o) for c, n, o in zip(chunk, box.shape, offset, strict=True))
+        yield Slice(offset, shape).shifted(box.start)
+
+
+@lru_cache(maxsize=4096)
+def blocks(shape: Shape, itemsize: int, block_bytes: int = BLOCK_BYTES) -> tuple[Block, ...]:
+    """Cut a C-ordered box into blocks: contiguous runs of bytes that are boxes as well.
+
+    The first axis whose rows fit in `block_bytes` is cut into runs of whole rows; the
+    axes before it are walked index by index. Blocks follow each other without gaps, in
+    order of their offset.
+    """
+    axis = 0
+    while axis < len(shape) - 1 and math.prod(shape[axis + 1 :]) * itemsize > block_bytes:
+        axis += 1
+    row = math.prod(shape[axis + 1 :]) * itemsize
+    rows = max(1, block_bytes // row) if row else 1
+    block = (1,) * axis + (rows,) + shape[axis + 1 :] if shape else ()
+    found, offset = [], 0
+    for box in chunks(whole(shape), block):
+        nbytes = box.size * itemsize
+        found.append(Block(box, offset, nbytes))
+        offset += nbytes
+    return tuple(found)
+
+
+def is_contiguous(box: Slice, outer: Shape) -> bool:
+    """Whether `box` is one run of the bytes of a C-ordered array of shape `outer`."""
+    cut = False
+    for n, m in zip(reversed(box.shape), reversed(outer), strict=True):
+        if cut and n != 1:
+            return False
+        cut = cut or n != m
+    return True
+
+
+def covers(boxes: list[Slice], shape: Shape) -> bool:
+    """Whether `boxes` tile an array of `shape`, each element exactly once.
+
+    Only tilings that straight cuts take apart count, as all that shardings make are;
+    that keeps the check near linear, whatever a damaged record says.
+    """
+    if sum(box.size for box in boxes) != math.prod(shape):
+        return False
+    outer = whole(shape)
+    return all(len(box.start) == len(shape) and box.intersect(outer) == box for box in boxes) and _disjoint(boxes)
+
+
+def _disjoint(boxes: list[Slice]) -> bool:
+    if len(boxes) < 2:
+        return True
+    for axis in range(len(boxes[0].start)):
+        groups = _cut(boxes, axis)
+        if len(groups) > 1:
+            return all(_disjoint(group) for group in groups)
+    return False
+
+
+def _cut(boxes: list[Slice], axis: int) -> list[list[Slice]]:
+    """Groups of boxes that a straight cut across `axis` keeps apart."""
+    groups: list[list[Slice]] = []
+    reach = -1
+    for box in sorted(boxes, key=lambda box: box.start[axis]):
+        if box.start[axis] >= reach:
+            groups.append([])
+        groups[-1].append(box)
+        reach = max(reach, box.start[axis] + box.shape[axis])
+    return groups
+
+
+def _slice_of(index: tuple[slice, ...], shape: Shape) -> Slice:
+    bounds = [s.indices(n) for s, n in zip(index, shape, strict=True)]
+    return Slice(tuple(b[0] for b in bounds), tuple(b[1] - b[0] for b in bounds))

@@ -1,0 +1,133 @@
+"""One Zarr array through TensorStore, its hashes, and TensorStore's errors as ours.
+
+Reading does not go through TensorStore: chunks are raw bytes, so a box of a chunk is a
+byte range that is read straight into the array it becomes. A `zarr.json` that somebody
+altered is never interpreted, and a bad disk is an OSError rather than the SIGBUS that
+TensorStore's memory-mapped mode (the only one as fast) would die of.
+"""
+
+import asyncio
+import errno
+import os
+import re
+from typing import Any
+
+import msgspec
+import numpy as np
+import tensorstore as ts
+
+from jaxckpt._errors import StorageError
+from jaxckpt._location import Location
+from jaxckpt._manifest import digest, zarr_dtype
+from jaxckpt._shards import Shape, Slice, blocks
+
+METADATA = "zarr.json"
+
+_LINGER_SECONDS = 10
+
+_CONTEXT = {
+    # One writer for each key, in a directory that nobody else writes: the default lock file
+    # would be re-used untruncated after a kill (tensorstore 0.1.86 and older).
+    "file_io_locking": {"mode": "none"},
+    "file_io_sync": True,
+    "file_io_concurrency": {"limit": 16},
+    "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
+}
+
+
+def context() -> ts.Context:
+    """A context for one save. Sharing one between saves keeps the source arrays alive for ever."""
+    return ts.Context(_CONTEXT)
+
+
+def zarr_json(shape: Shape, dtype: np.dtype[Any], chunk: Shape, attributes: dict[str, Any] | None = None) -> bytes:
+    """The metadata of a plain, uncompressed Zarr v3 array.
+
+    Source: Zarr core specification v3, https://zarr-specs.readthedocs.io/en/latest/v3/core/
+    """
+    return msgspec.json.format(msgspec.json.encode(_metadata(shape, dtype, chunk, attributes)), indent=2) + b"\n"
+
+
+def chunk_file(start: Shape, chunk: Shape) -> str:
+    """The name, in the array's directory, of the chunk that starts at `start`."""
+    return ".".join(["c", *(str(at // n) for at, n in zip(start, chunk, strict=True))])
+
+
+async def open_array(location: Location, shape: Shape, dtype: np.dtype[Any], chunk: Shape, shared: ts.Context) -> Any:
+    """Open an array for writing without touching the storage: its `zarr.json` is written by whoever commits it."""
+    try:
+        return await ts.open(
+            {
+                "driver": "zarr3",
+                "kvstore": {"driver": "file", "path": location.path + "/"},
+                "metadata": _metadata(shape, dtype, chunk, None),
+            },
+            open=True,
+            write=True,
+            assume_metadata=True,
+            context=shared,
+        )
+    except ValueError as error:
+        raise _as_ours(error, location.path) from error
+
+
+async def write(array: Any, box: Slice, data: np.ndarray[Any, Any], path: str) -> None:
+    """Write `data` as the box `box`, whole chunks, without a copy; durable on return, but for its directories.
+
+    `data` must not change before this returns.
+    """
+    try:
+        stored = data.view(zarr_dtype(data.dtype))
+        writing = asyncio.ensure_future(_awaited(array[box.index].write(stored, can_reference_source_data_indefinitely=True)))
+        try:
+            await asyncio.shield(writing)
+        except asyncio.CancelledError:
+            # TensorStore goes on writing; whoever cleans up next must come after it.
+            await asyncio.wait([writing], timeout=_LINGER_SECONDS)
+            raise
+    except ValueError as error:
+        raise _as_ours(error, path) from error
+
+
+async def _awaited(future: Any) -> None:
+    await future
+
+
+def hashes(data: np.ndarray[Any, Any]) -> list[str]:
+    """The hash of every block of a C-contiguous array."""
+    raw = as_bytes(data)
+    return [digest(raw[b.offset : b.offset + b.nbytes]) for b in blocks(data.shape, data.dtype.itemsize)]
+
+
+def as_bytes(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """The bytes of a C-contiguous array, without a copy."""
+    return data.reshape(-1).view(np.uint8)
+
+
+def _metadata(shape: Shape, dtype: np.dtype[Any], chunk: Shape, attributes: dict[str, Any] | None) -> dict[str, Any]:
+    stored = zarr_dtype(dtype)
+    zero: Any = {"b": False, "c": [0.0, 0.0]}.get(stored.kind, 0)
+    return {
+        "zarr_format": 3,
+        "node_type": "array",
+        "shape": shape,
+        "data_type": stored.name,
+        "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
+        "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
+        "fill_value": zero,
+        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}} if stored.itemsize > 1 else {"name": "bytes"}],
+        **({"attributes": attributes} if attributes else {}),
+    }
+
+
+def _as_ours(error: ValueError, path: str) -> Exception:
+    """TensorStore raises ValueError for everything.
+
+    What comes from the storage starts with a status word, and ends with the system's
+    error number where there is one. Anything else is a mistake of ours and stays as it is.
+    """
+    if not re.match(r"[A-Z_]+: ", str(error)):
+        return error
+    found = re.search(r"os_error_code='(\d+)'", str(error))
+    number = int(found[1]) if found else errno.EIO
+    return StorageError(number, f"{os.strerror(number)} ({error})", path)

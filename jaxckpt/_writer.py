@@ -1,0 +1,289 @@
+"""Shards of many arrays -> chunk and pack files, overlapped, within the budget of host memory."""
+
+import asyncio
+import math
+import os
+from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import jax
+import numpy as np
+
+from jaxckpt import _packs, _store
+from jaxckpt._budget import Budget, Progress, default_host_bytes
+from jaxckpt._location import Location
+from jaxckpt._manifest import File, Index, Piece
+from jaxckpt._options import MIB, SaveOptions
+from jaxckpt._shards import Shape, Slice, chunk_shape, chunks, whole
+from jaxckpt._transfer import PinnedCopies, Shard, Staging, copy_into, shards, view, way
+
+_PACK_BYTES = 64 * MIB
+_STAGING_BYTES = 128 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A Zarr array on the storage: its directory, the name that records give it, and its grid."""
+
+    location: Location
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+    chunk: Shape
+
+    def file(self, start: Shape) -> str:
+        """The recorded name of the chunk at `start`."""
+        return os.path.join(self.name, _store.chunk_file(start, self.chunk))
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """The size of every chunk file; one at the end of an axis is padded to it."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    def metadata(self, attributes: dict[str, Any] | None = None) -> bytes:
+        return _store.zarr_json(self.shape, self.dtype, self.chunk, attributes)
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """An array to be written as leaf `number`: a Zarr array of its own, or packed where `layout` is None."""
+
+    number: int
+    data: Any
+    layout: Layout | None
+
+
+@dataclass(frozen=True, slots=True)
+class _Part:
+    """The box `box` of a source, to be taken from `data`, which covers the box `held`."""
+
+    source: Source
+    box: Slice
+    data: Any
+    held: Slice
+    way: Literal["direct", "pinned", "staged", "copied"]
+
+    @property
+    def nbytes(self) -> int:
+        return self.box.size * self.data.dtype.itemsize
+
+    def copy_into(self, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        return copy_into(raw, self.data, self.box.within(self.held))
+
+
+_Member = tuple[_Part, int]
+"""A part and its offset in a pack."""
+
+
+@dataclass(frozen=True, slots=True)
+class _PackJob:
+    members: list[_Member]
+    layout: Layout
+
+
+class Writer:
+    """Writes the arrays of one save.
+
+    Args:
+        options: Of the save.
+        copy_numpy: Whether numpy arrays may change before `write` returns.
+        on_progress: Told of the bytes that are written, `(done, total)`.
+    """
+
+    def __init__(
+        self, options: SaveOptions, *, copy_numpy: bool, on_progress: Callable[[int, int], None] | None
+    ) -> None:
+        limit = options.max_host_bytes or default_host_bytes()
+        self._options = options
+        self._copy_numpy = copy_numpy
+        self._on_progress = on_progress
+        self._staging_bytes = min(_STAGING_BYTES, limit // 2)
+        self._most_pinned_bytes = limit // 2
+        # A quarter of the budget at most, so that one piece moves while another is written.
+        self._chunk_bytes = min(options.chunk_bytes, limit // 4)
+        self._pack_bytes = min(_PACK_BYTES, limit // 4)
+        self._limit = limit
+        self._context = _store.context()
+        self._copies = PinnedCopies()
+        self._files: dict[str, File] = {}
+        self._pieces: list[tuple[int, Slice, str, int, list[str]]] = []
+        self._packs: list[Layout] = []
+
+    def source(self, number: int, data: Any, directory: Location, name: str, *, packable: bool = True) -> Source:
+        """Decide whether an array gets a Zarr array of its own, in `directory` and recorded as `name`, or is packed."""
+        shard = data.sharding.shard_shape(data.shape) if isinstance(data, jax.Array) else data.shape
+        if packable and math.prod(shard) * data.dtype.itemsize < max(1, self._options.pack_below_bytes):
+            return Source(number, data, None)
+        chunk = chunk_shape(shard, data.shape, data.dtype.itemsize, self._chunk_bytes)
+        return Source(number, data, Layout(directory, name, data.shape, data.dtype, chunk))
+
+    async def write(self, sources: Sequence[Source], packs: Location | None, captured: Callable[[], None]) -> Index:
+        """Write all data of `sources`; durable when this returns, but for the directories.
+
+        Calls `captured` once everything may be changed, donated or deleted by its owner.
+        Packs, for sources without a layout, go below `packs`.
+        """
+        parts = await self._parts(sources)
+        self._progress = Progress(sum(part.nbytes for part in parts), self._on_progress)
+        slot_bytes = max((part.nbytes for part in parts if part.way == "staged" and part.source.layout), default=0)
+        self._staging = Staging(slot_bytes, self._staging_bytes if slot_bytes else 0)
+        self._budget = Budget(self._limit - self._staging.nbytes)
+        self._arrays = {
+            source.number: await self._open(source.layout) for source in sources if source.layout is not None
+        }
+        jobs = [*(part for part in parts if part.source.layout), *self._pack_jobs(parts, packs)]
+        async with asyncio.TaskGroup() as tasks:
+            # What is not a view of captured memory goes first: the caller waits for it.
+            for job in jobs:
+                if not _is_captured(job):
+                    await self._start(job, tasks)
+            captured()
+            for job in jobs:
+                if _is_captured(job):
+                    await self._start(job, tasks)
+        return self._index()
+
+    def layouts(self, sources: Iterable[Source]) -> list[Layout]:
+        """Every Zarr array of this save, packs included, once `write` has returned."""
+        return [*(source.layout for source in sources if source.layout is not None), *self._packs]
+
+    async def _parts(self, sources: Sequence[Source]) -> list[_Part]:
+        """All parts in the order of the sources; shards that the host can address become views here."""
+        found: list[_Part] = []
+        for source in sources:
+            if isinstance(source.data, jax.Array):
+                for shard in shards(source.data):
+                    found.extend(self._shard_parts(source, shard))
+            else:
+                found.extend(self._numpy_parts(source))
+        return await asyncio.to_thread(_with_views, found)
+
+    def _shard_parts(self, source: Source, shard: Shard) -> list[_Part]:
+        chosen = way(shard.data, self._options.transfer, self._most_pinned_bytes)
+        boxes = [shard.slice]
+        if chosen == "staged" and source.layout is not None:
+            boxes = list(chunks(shard.slice, source.layout.chunk))
+        return [_Part(source, box, shard.data, shard.slice, chosen) for box in boxes]
+
+    def _numpy_parts(self, source: Source) -> list[_Part]:
+        box = whole(source.data.shape)
+        if not box.size:
+            return []
+        if not self._copy_numpy and source.data.flags.c_contiguous:
+            return [_Part(source, box, source.data, box, "direct")]
+        boxes = chunks(box, source.layout.chunk) if source.layout else [box]
+        return [_Part(source, part, source.data, box, "copied") for part in boxes]
+
+    def _pack_jobs(self, parts: Sequence[_Part], packs: Location | None) -> list[_PackJob]:
+        small = [part for part in parts if part.source.layout is None]
+        jobs = []
+        for number, pack in enumerate(_packs.plan([part.nbytes for part in small], self._pack_bytes)):
+            assert packs is not None
+            name = f"packs/{jax.process_index()}-{number}"
+            layout = Layout(packs.child(name), name, (pack.nbytes,), np.dtype(np.uint8), (pack.nbytes,))
+            self._packs.append(layout)
+            members = [(small[item], offset) for item, offset in zip(pack.items, pack.offsets, strict=True)]
+            jobs.append(_PackJob(members, layout))
+        return jobs
+
+    async def _open(self, layout: Layout) -> Any:
+        return await _store.open_array(layout.location, layout.shape, layout.dtype, layout.chunk, self._context)
+
+    async def _start(self, job: _Part | _PackJob, tasks: asyncio.TaskGroup) -> None:
+        """Begin a job as a task; return when its data are captured."""
+        captured = asyncio.Event()
+        run = self._write_pack(job, captured) if isinstance(job, _PackJob) else self._write_part(job, captured)
+        tasks.create_task(run)
+        await captured.wait()
+
+    async def _write_part(self, part: _Part, captured: asyncio.Event) -> None:
+        layout = part.source.layout
+        assert layout is not None
+        async with self._on_host(part, captured) as host, asyncio.TaskGroup() as tasks:
+            for box in chunks(part.box, layout.chunk):
+                tasks.create_task(self._write_chunk(part.source.number, layout, box, host[box.within(part.box).index]))
+
+    @asynccontextmanager
+    async def _on_host(self, part: _Part, captured: asyncio.Event) -> AsyncGenerator[np.ndarray[Any, Any]]:
+        """The bytes of `part` in host memory that the budget allows, set `captured` as soon as they are safe."""
+        match part.way:
+            case "direct":
+                captured.set()
+                yield part.data
+            case "pinned":
+                async with self._budget.reserve(part.nbytes):
+                    finish = await asyncio.to_thread(self._copies.start, [part.data])
+                    captured.set()
+                    (host,) = await asyncio.to_thread(finish)
+                    yield host
+            case "staged":
+                async with self._staging.slot() as slot:
+                    async with self._budget.reserve(part.nbytes):  # what a device without shared memory copies to
+                        host = await asyncio.to_thread(part.copy_into, slot)
+                    captured.set()
+                    yield host
+            case "copied":
+                async with self._budget.reserve(part.nbytes):
+                    host = await asyncio.to_thread(part.copy_into, np.empty(part.nbytes, np.uint8))
+                    captured.set()
+                    yield host
+
+    async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
+        data = np.asarray(data, order="C")
+        async with asyncio.TaskGroup() as tasks:
+            hashing = tasks.create_task(asyncio.to_thread(_store.hashes, data))
+            await _store.write(self._arrays[number], box, data, layout.location.path)
+        self._record(number, box, File(name=layout.file(box.start), nbytes=layout.chunk_nbytes), 0, hashing.result())
+        self._progress.add(data.nbytes)
+
+    async def _write_pack(self, job: _PackJob, captured: asyncio.Event) -> None:
+        pinned = [member for member in job.members if member[0].way == "pinned"]
+        now = [member for member in job.members if member[0].way in ("staged", "copied")]
+        later = [member for member in job.members if member[0].way == "direct"]
+        async with self._budget.reserve(job.layout.chunk_nbytes * (2 if pinned else 1)):
+            buffer = np.zeros(job.layout.shape, np.uint8)
+            finish = await asyncio.to_thread(self._copies.start, [part.data for part, _ in pinned])
+            hashed = await asyncio.to_thread(_fill, buffer, now)
+            captured.set()
+            hosts = await asyncio.to_thread(finish)
+            later += [(replace(part, data=host), at) for (part, at), host in zip(pinned, hosts, strict=True)]
+            hashed += await asyncio.to_thread(_fill, buffer, later)
+            array = await self._open(job.layout)
+            await _store.write(array, whole(job.layout.shape), buffer, job.layout.location.path)
+        file = File(name=job.layout.file((0,)), nbytes=job.layout.chunk_nbytes)
+        for part, offset, hashes in hashed:
+            self._record(part.source.number, part.box, file, offset, hashes)
+        self._progress.add(sum(part.nbytes for part, _ in job.members))
+
+    def _record(self, leaf: int, box: Slice, file: File, offset: int, hashes: list[str]) -> None:
+        self._files[file.name] = file
+        self._pieces.append((leaf, box, file.name, offset, hashes))
+
+    def _index(self) -> Index:
+        """All that was written, in an order that does not depend on which write ended first."""
+        files = sorted(self._files)
+        numbers = {name: number for number, name in enumerate(files)}
+        pieces = [
+            Piece(leaf=leaf, start=box.start, shape=box.shape, file=numbers[name], offset=offset, hashes=hashes)
+            for leaf, box, name, offset, hashes in sorted(self._pieces, key=lambda piece: (piece[0], piece[1].start))
+        ]
+        return Index(files=[self._files[name] for name in files], pieces=pieces)
+
+
+def _is_captured(job: _Part | _PackJob) -> bool:
+    """Whether all data of `job` are views of memory that stays as it is."""
+    parts = [part for part, _ in job.members] if isinstance(job, _PackJob) else [job]
+    return all(part.way == "direct" for part in parts)
+
+
+def _with_views(parts: list[_Part]) -> list[_Part]:
+    return [replace(part, data=view(part.data)) if part.way == "direct" else part for part in parts]
+
+
+def _fill(buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[tuple[_Part, int, list[str]]]:
+    """Copy parts to their places in a pack; return them with their hashes."""
+    return [
+        (part, offset, _store.hashes(part.copy_into(buffer[offset : offset + part.nbytes]))) for part, offset in members
+    ]
