@@ -21,6 +21,7 @@ from jaxckpt._errors import (
     UnsupportedLeafError,
 )
 from jaxckpt._info import CheckpointInfo
+from jaxckpt._manifest import Leaf
 from jaxckpt._options import RestoreOptions, SaveOptions
 from jaxckpt._sync import PendingSave
 
@@ -30,6 +31,7 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
+    "Leaf",
     "LeafMismatchError",
     "PendingSave",
     "RestoreOptions",

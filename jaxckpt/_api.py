@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, TypeVar
 
 import jax
 
@@ -17,6 +17,7 @@ from jaxckpt._transfer import Placement
 from jaxckpt._tree import display, flatten
 
 Report = Callable[[int, int], None]
+Options = TypeVar("Options", SaveOptions, RestoreOptions)
 
 
 def save(
@@ -190,11 +191,11 @@ async def async_serialize(
     raise_lost_failure()
     flat = flatten(arrays)
     targets = _locations(paths, len(flat.leaves))
-    options = options or SaveOptions()
-    request = _save.Request(options, overwrite)
+    chosen = _checked(options, SaveOptions)
+    request = _save.Request(chosen, overwrite)
     labels = [display(path) for path in flat.paths]
     work = partial(_save.save_arrays, targets, flat.leaves, labels, request)
-    await Running(work, options.timeout_seconds, "save").wait_async()
+    await Running(work, chosen.timeout_seconds, "save").wait_async()
 
 
 async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | None = None) -> Any:
@@ -216,11 +217,11 @@ async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | 
     """
     flat = flatten(like)
     places = _locations(paths, len(flat.leaves))
-    options = options or RestoreOptions()
-    request = _restore.Request(options, Placement.of_this_thread())
+    chosen = _checked(options, RestoreOptions)
+    request = _restore.Request(chosen, Placement.of_this_thread())
     labels = [str(place) for place in places]
     work = partial(_restore.restore_arrays, places, flat.leaves, labels, request)
-    values = await Running(work, options.timeout_seconds, "restore").wait_async()
+    values = await Running(work, chosen.timeout_seconds, "restore").wait_async()
     return jax.tree_util.tree_unflatten(flat.treedef, values)
 
 
@@ -235,17 +236,17 @@ def _start(
     captured: Callable[[], None] = lambda: None,
 ) -> Running[CheckpointInfo]:
     raise_lost_failure()
-    options = _checked(options, SaveOptions)
-    request = _save.Request(options, overwrite, on_progress, copy_numpy, captured)
-    return Running(partial(_save.save, parse(path), tree, request), options.timeout_seconds, "save")
+    chosen = _checked(options, SaveOptions)
+    request = _save.Request(chosen, overwrite, on_progress, copy_numpy, captured)
+    return Running(partial(_save.save, parse(path), tree, request), chosen.timeout_seconds, "save")
 
 
 def _start_restore(
     path: PathLike, like: Any, options: RestoreOptions | None, on_progress: Report | None
 ) -> Running[Any]:
-    options = _checked(options, RestoreOptions)
-    request = _restore.Request(options, Placement.of_this_thread(), on_progress)
-    return Running(partial(_restore.restore, parse(path), like, request), options.timeout_seconds, "restore")
+    chosen = _checked(options, RestoreOptions)
+    request = _restore.Request(chosen, Placement.of_this_thread(), on_progress)
+    return Running(partial(_restore.restore, parse(path), like, request), chosen.timeout_seconds, "restore")
 
 
 def _locations(paths: Any, count: int) -> list[Location]:
@@ -255,7 +256,7 @@ def _locations(paths: Any, count: int) -> list[Location]:
     return [parse(path) for path in found]
 
 
-def _checked(options: Any, kind: Any) -> Any:
+def _checked(options: Options | None, kind: type[Options]) -> Options:
     if options is None:
         return kind()
     if not isinstance(options, kind):

@@ -21,8 +21,8 @@ from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeR
 from rich.table import Table
 
 import jaxckpt
+from jaxckpt import Leaf
 from jaxckpt._files import check_dest, read_source, write_dest
-from jaxckpt._manifest import Leaf
 from jaxckpt._options import Transfer
 
 Made = TypeVar("Made")
@@ -136,7 +136,10 @@ def restore(checkpoint: str, dest: str, *, overwrite: bool, quiet: bool, **optio
     """
     restore_options = _made(jaxckpt.RestoreOptions, options)
     info = jaxckpt.describe(checkpoint)
-    like = jax.tree.map(_on_host, info.tree)
+    try:
+        like = jax.tree.map(_on_host, info.tree)
+    except ValueError as error:
+        raise jaxckpt.CorruptCheckpointError(f"{checkpoint}: no array has the shape of a leaf: {error}") from error
     check_dest(dest, like, overwrite=overwrite)
     begun = time.perf_counter()
     with progress("restoring", quiet=quiet) as on_progress:
@@ -170,7 +173,7 @@ def _row(leaf: Leaf) -> dict[str, Any]:
         "name": leaf.name,
         "shape": list(leaf.shape),
         "dtype": _dtype(leaf),
-        "sharding": str(leaf.sharding) if leaf.sharding else None,
+        "sharding": str(leaf.sharding) if leaf.sharding is not None else None,
         "bytes": leaf.nbytes,
     }
 
@@ -181,7 +184,7 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
 
 
 def _print_table(cells: list[tuple[str, ...]]) -> None:
-    table = Table(box=box.SIMPLE_HEAD)
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for column in _COLUMNS:
         table.add_column(column, overflow="fold", justify="right" if column == "bytes" else "left")
     for row in cells:
@@ -233,9 +236,9 @@ def progress(verb: str, *, quiet: bool) -> Generator[OnProgress | None]:
         yield None
     elif sys.stderr.isatty():
         columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
-        with Progress(TextColumn(verb), *columns, console=Console(stderr=True), transient=True) as progress:
-            task = progress.add_task(verb, total=None)
-            yield lambda done, total: progress.update(task, completed=done, total=total)
+        with Progress(TextColumn(verb), *columns, console=Console(stderr=True), transient=True) as bar:
+            task = bar.add_task(verb, total=None)
+            yield lambda done, total: bar.update(task, completed=done, total=total)
     else:
         yield _lines(verb)
 

@@ -58,7 +58,7 @@ def begin(root: Location, *, overwrite: bool) -> Attempt:
         )
     if MANIFEST in found and not overwrite:
         raise CheckpointExistsError(
-            errno.EEXIST, "a checkpoint is there already; pass overwrite=True to replace it", str(root)
+            errno.EEXIST, "a checkpoint is there already; overwrite=True (--overwrite) replaces it", str(root)
         )
     attempt = uuid.uuid4().hex
     created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

@@ -91,7 +91,7 @@ def read_source(path: str | os.PathLike[str]) -> Any:
         case ".npy":
             return _read_npy(path)
         case _:
-            _refuse_suffix(path)
+            return _refuse_suffix(path)
 
 
 def check_dest(path: str | os.PathLike[str], tree: Any, *, overwrite: bool = False) -> None:

@@ -96,9 +96,8 @@ class Location:
             CheckpointNotFoundError: No such file.
             StorageError: It cannot be read.
         """
-        with self._open(name) as fd, storage_errors(self._at(name)):
-            with os.fdopen(os.dup(fd), "rb") as file:
-                return file.read()
+        with self._open(name) as fd, storage_errors(self._at(name)), os.fdopen(os.dup(fd), "rb") as file:
+            return file.read()
 
     def read_into(self, name: str, nbytes: int, runs: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
         """Fill buffers from a file of exactly `nbytes`: each run is an offset and the buffers that follow it.
@@ -149,7 +148,9 @@ class Location:
                     os.link(self._at(temporary), self._at(name))
         except StorageError as error:
             if error.errno == errno.EEXIST:
-                raise CheckpointExistsError(error.errno, "it was written by somebody else meanwhile", str(self)) from error
+                raise CheckpointExistsError(
+                    error.errno, "it was written by somebody else meanwhile", str(self)
+                ) from error
             raise
         finally:
             with contextlib.suppress(FileNotFoundError):

@@ -9,6 +9,10 @@ byte of a checkpoint is checked by something.
 Source: design.md, section 4 ("On disk"), in this project's shared documents.
 """
 
+# msgspec hands `frozen` down, which the checker does not know.
+# pyright: reportGeneralTypeIssues=false
+import math
+from functools import cache
 from typing import Annotated, Any, Literal
 
 import ml_dtypes
@@ -30,7 +34,22 @@ Name = Annotated[str, Meta(pattern=rf"^{_COMPONENT}(?:/{_COMPONENT})*$", max_len
 Box = tuple[Natural, ...]
 
 _CORE_DTYPES = frozenset(
-    "bool int8 int16 int32 int64 uint8 uint16 uint32 uint64 float16 float32 float64 complex64 complex128".split()
+    [
+        "bool",
+        "int8",
+        "int16",
+        "int32",
+        "int64",
+        "uint8",
+        "uint16",
+        "uint32",
+        "uint64",
+        "float16",
+        "float32",
+        "float64",
+        "complex64",
+        "complex128",
+    ]
 )
 
 
@@ -56,7 +75,7 @@ class ShardingInfo(Record):
     devices: Natural
     memory_kind: str | None = None
     mesh: dict[str, Natural] = {}
-    spec: list[None | str | list[str]] = []
+    spec: list[str | list[str] | None] = []
 
     def __str__(self) -> str:
         if not self.mesh:
@@ -124,10 +143,7 @@ class Leaf(Record):
         """Bytes of the array, uncompressed and one element a whole number of bytes."""
         if self.kind == "value":
             return 0
-        size = 1
-        for n in self.shape:
-            size *= n
-        return size * dtype_named(self.dtype).itemsize
+        return math.prod(self.shape) * dtype_named(self.dtype).itemsize
 
 
 class File(Record):
@@ -234,7 +250,8 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
         version = msgspec.json.decode(body, type=_Version).format_version
         if version != FORMAT_VERSION:
             raise CorruptCheckpointError(
-                f"{where}: format version {version}, but this jaxckpt reads version {FORMAT_VERSION}; install a newer one"
+                f"{where}: format version {version}, but this jaxckpt reads "
+                f"version {FORMAT_VERSION}; install a newer one"
             )
         return msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -255,11 +272,12 @@ def decode_index(data: bytes, expected: IndexFile, where: str) -> Index:
         raise CorruptCheckpointError(f"{where}: not a jaxckpt index ({error})") from error
 
 
-def digest(data: "bytes | memoryview | np.ndarray[Any, Any]") -> str:
-    """The xxh3-128 hash as hexadecimal. Releases the GIL for large data."""
+def digest(data: Any) -> str:
+    """The xxh3-128 hash of a buffer, as hexadecimal. Releases the GIL for large data."""
     return xxhash.xxh3_128_hexdigest(data)
 
 
+@cache
 def dtype_named(name: str) -> np.dtype[Any]:
     """The numpy dtype that JAX calls `name`.
 
@@ -274,6 +292,13 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return np.dtype(scalar)
 
 
+@cache
+def name_of(dtype: np.dtype[Any]) -> str:
+    """The name of `dtype`; numpy builds it anew, slowly, each time that it is asked."""
+    return dtype.name
+
+
+@cache
 def is_stored_dtype(dtype: np.dtype[Any]) -> bool:
     """Whether arrays of `dtype` can be stored: native byte order and known by name."""
     try:
@@ -282,6 +307,7 @@ def is_stored_dtype(dtype: np.dtype[Any]) -> bool:
         return False
 
 
+@cache
 def zarr_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """The dtype of the Zarr array that holds `dtype`.
 

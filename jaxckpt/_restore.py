@@ -34,10 +34,12 @@ from jaxckpt._manifest import (
 from jaxckpt._options import MIB, RestoreOptions
 from jaxckpt._reader import Boxes, Reader, Stored, Wanted
 from jaxckpt._shards import Slice, blocks, whole
+from jaxckpt._tasks import Tasks
 from jaxckpt._transfer import Placement, Target, blank, join, place, put_part
 
 _BATCH_BYTES = 64 * MIB
 _BATCH_LEAVES = 4096
+_HAS_DTYPE = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +126,7 @@ async def _restore(root: Location, manifest: Manifest, like: Any, request: Reque
 
 def _asked_for(
     manifest: Manifest, paths: Sequence[_tree.Path], like: Any, request: Request
-) -> tuple[jax.tree_util.PyTreeDef | None, list[tuple[int, Any]]]:
+) -> tuple[Any, list[tuple[int, Any]]]:
     """Which saved leaf each leaf of `like` is, in its order, and what it asks for; all of them as they were for None.
 
     Raises:
@@ -154,16 +156,20 @@ def _others(paths: Sequence[_tree.Path]) -> str:
 
 
 def _closest(path: _tree.Path, paths: Sequence[_tree.Path]) -> str:
-    found = difflib.get_close_matches(_tree.display(path), [_tree.display(saved) for saved in paths[:1000]], n=1, cutoff=0)
+    found = difflib.get_close_matches(
+        _tree.display(path), [_tree.display(saved) for saved in paths[:1000]], n=1, cutoff=0
+    )
     return f", the closest is {found[0]}" if found else ""
 
 
 def _python_value(leaf: Leaf, wish: Any, path: _tree.Path, options: RestoreOptions) -> Any:
     assert leaf.value is not None
     try:
-        value = leaf.value.get()
+        value: Any = leaf.value.get()
     except (ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(f"leaf {_tree.display(path)}: {leaf.value.text[:40]!r} is no {leaf.value.type}") from error
+        raise CorruptCheckpointError(
+            f"leaf {_tree.display(path)}: {leaf.value.text[:40]!r} is no {leaf.value.type}"
+        ) from error
     if wish is None or type(wish) is type(value):
         return value
     if options.cast and isinstance(wish, bool | int | float | complex | str):
@@ -181,7 +187,7 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
         LeafMismatchError: It is not what `wish` asks for.
     """
     stored = stand_in(leaf)
-    if isinstance(wish, jax.Array | jax.ShapeDtypeStruct | np.ndarray | np.generic):
+    if isinstance(wish, _HAS_DTYPE):
         _check_same(label, wish, stored, cast=request.options.cast and leaf.kind != "key")
     elif not (wish is None or isinstance(wish, Sharding)):
         raise LeafMismatchError(
@@ -190,14 +196,14 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
         )
     as_numpy = isinstance(wish, np.ndarray | np.generic) or (wish is None and leaf.kind in ("numpy", "scalar"))
     dtype = dtype_named(leaf.dtype)
+    wanted = np.dtype(wish.dtype) if isinstance(wish, _HAS_DTYPE) and leaf.kind != "key" else dtype
     if as_numpy:
-        return _Want(number, leaf, None, dtype if wish is None else wish.dtype)
+        return _Want(number, leaf, None, wanted)
     sharding = _sharding_of(wish)
     if sharding is not None:
         _check_divides(label, sharding, stored.shape)
     if leaf.kind == "key":
         return _Want(number, leaf, Target(leaf.shape, dtype, None), dtype, key_sharding=sharding)
-    wanted = dtype if wish is None or isinstance(wish, Sharding) else np.dtype(wish.dtype)
     if not request.placement.holds(wanted):
         raise LeafMismatchError(
             f"leaf {label} is {wanted}, which JAX would narrow to 32 bits; set jax_enable_x64, put a numpy array "
@@ -208,7 +214,9 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
 
 def _check_same(label: str, wish: Any, stored: Any, *, cast: bool) -> None:
     if tuple(wish.shape) != tuple(stored.shape):
-        raise LeafMismatchError(f"leaf {label}: `like` has shape {tuple(wish.shape)}, the checkpoint {tuple(stored.shape)}")
+        raise LeafMismatchError(
+            f"leaf {label}: `like` has shape {tuple(wish.shape)}, the checkpoint {tuple(stored.shape)}"
+        )
     if wish.dtype != stored.dtype and not cast:
         raise LeafMismatchError(
             f"leaf {label}: `like` has dtype {wish.dtype}, the checkpoint {stored.dtype}; "
@@ -220,7 +228,9 @@ def _check_divides(label: str, sharding: Sharding, shape: tuple[int, ...]) -> No
     try:
         sharding.shard_shape(shape)
     except ValueError as error:
-        raise LeafMismatchError(f"leaf {label}: the sharding in `like` does not fit its shape {shape}: {error}") from error
+        raise LeafMismatchError(
+            f"leaf {label}: the sharding in `like` does not fit its shape {shape}: {error}"
+        ) from error
 
 
 def _sharding_of(wish: Any) -> Sharding | None:
@@ -236,7 +246,7 @@ async def _read_all(wants: Sequence[_Want], pieces: dict[int, list[Stored]], req
     restoring = _Restoring(request, pieces, limit, sum(want.leaf.nbytes for want in wants))
     for want in wants:
         _reader.check(want.leaf.name, want.leaf.shape, dtype_named(want.leaf.dtype), pieces.get(want.number, ()))
-    async with asyncio.TaskGroup() as tasks:
+    async with Tasks() as tasks:
         for batch in _batches(wants, min(_BATCH_BYTES, limit // 4)):
             await restoring.start(batch, tasks)
     return restoring.values
@@ -272,7 +282,7 @@ class _Restoring:
         self._waiting = Budget(limit // 2)
         self.values: dict[int, Any] = {}
 
-    async def start(self, batch: list[_Want], tasks: asyncio.TaskGroup) -> None:
+    async def start(self, batch: list[_Want], tasks: Tasks) -> None:
         """Begin a batch as a task, once the host memory that it needs is free."""
         held = sum(want.leaf.nbytes for want in batch if not self._stays_on_host(want))
         if len(batch) == 1 and held > self._waiting.limit and batch[0].target and batch[0].target.sharding:
@@ -318,7 +328,7 @@ def _finish(batch: Sequence[_Want], hosts: Sequence[Boxes], placement: Placement
     ]
     on_device = [(want, want.target, boxes) for want, boxes in zip(batch, cast, strict=True) if want.target]
     placed = place([target for _, target, _ in on_device], [boxes for _, _, boxes in on_device], placement)
-    values = {want.number: array for (want, _, _), array in zip(on_device, placed, strict=True)}
+    values: dict[int, Any] = {want.number: array for (want, _, _), array in zip(on_device, placed, strict=True)}
     for want, boxes in zip(batch, cast, strict=True):
         if want.target is None:
             (array,) = boxes.values()

@@ -31,6 +31,7 @@ from jaxckpt._manifest import (
     Value,
     digest,
     encode_index,
+    name_of,
 )
 from jaxckpt._options import SaveOptions
 from jaxckpt._shards import describe
@@ -75,7 +76,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
     try:
         writer = request.writer()
         sources = {
-            number: writer.source(number, _array_of(leaf, kind), attempt.data.child(f"arrays/{name}"), f"arrays/{name}")
+            number: writer.source(number, _array_of(leaf, kind), attempt.data, f"arrays/{name}")
             for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
             if kind != "value"
         }
@@ -118,12 +119,14 @@ async def save_arrays(
     """
     for array, label in zip(arrays, labels, strict=True):
         if _tree.kind_of(array, (label,)) not in ("array", "numpy"):
-            raise UnsupportedLeafError(f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array")
+            raise UnsupportedLeafError(
+                f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array"
+            )
     new_entries = await asyncio.to_thread(_claim, targets, overwrite=request.overwrite)
     try:
         writer = request.writer()
         sources = [
-            writer.source(number, array, target, str(number), packable=False)
+            writer.source(number, array, target, "", packable=False)
             for number, (target, array) in enumerate(zip(targets, arrays, strict=True))
         ]
         index = await writer.write(sources, None, request.captured)
@@ -150,7 +153,7 @@ def _leaf(leaf: Any, kind: Any, name: str, source: Source | None) -> Leaf:
         name=name,
         kind=kind,
         shape=source.data.shape,
-        dtype=source.data.dtype.name,
+        dtype=name_of(source.data.dtype),
         chunk=source.layout.chunk if source.layout else None,
         sharding=describe(leaf.sharding) if isinstance(leaf, jax.Array) else None,
         impl=str(jax.random.key_impl(leaf)) if kind == "key" else None,
@@ -197,10 +200,12 @@ def _stale_files(target: Location, *, overwrite: bool) -> list[str]:
     foreign = sorted(name for name in found if not _ARRAY_FILE.fullmatch(name))
     if foreign:
         raise CheckpointExistsError(
-            errno.EEXIST, f"the directory holds other files ({', '.join(foreign[:3])}); choose an empty one", str(target)
+            errno.EEXIST,
+            f"the directory holds other files ({', '.join(foreign[:3])}); choose an empty one",
+            str(target),
         )
     if _store.METADATA in found and not overwrite:
-        raise CheckpointExistsError(errno.EEXIST, "an array is there already; pass overwrite=True to replace it", str(target))
+        raise CheckpointExistsError(errno.EEXIST, "an array is there already; overwrite=True replaces it", str(target))
     return sorted(found, key=lambda name: name != _store.METADATA)
 
 

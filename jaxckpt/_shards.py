@@ -13,6 +13,8 @@ from jax.sharding import NamedSharding, Sharding
 from jaxckpt._manifest import ShardingInfo
 
 Shape = tuple[int, ...]
+Device = Any
+"""A jax.Device, which type checkers take for a variable."""
 
 BLOCK_BYTES = 16 << 20
 """A piece is hashed in blocks of at most this many of its array bytes."""
@@ -78,13 +80,13 @@ def whole(shape: Shape) -> Slice:
 
 
 @lru_cache(maxsize=4096)
-def owned(sharding: Sharding, shape: Shape) -> tuple[tuple[Slice, jax.Device], ...]:
+def owned(sharding: Sharding, shape: Shape) -> tuple[tuple[Slice, Device], ...]:
     """The distinct slices that this process stores, each with the local device to take it from.
 
     Decided from the sharding alone, the same way in every process: a slice with
     several replicas belongs to the replica on the device with the lowest id.
     """
-    owners: dict[Slice, jax.Device] = {}
+    owners: dict[Slice, Device] = {}
     for device, index in sharding.devices_indices_map(shape).items():
         box = _slice_of(index, shape)
         if box not in owners or device.id < owners[box].id:
@@ -94,10 +96,10 @@ def owned(sharding: Sharding, shape: Shape) -> tuple[tuple[Slice, jax.Device], .
 
 
 @lru_cache(maxsize=4096)
-def wanted(sharding: Sharding, shape: Shape) -> tuple[tuple[jax.Device, Slice], ...]:
+def wanted(sharding: Sharding, shape: Shape) -> tuple[tuple[Device, Slice], ...]:
     """The slice that each local device holds, in the order in which an array is assembled."""
     indices = sharding.addressable_devices_indices_map(shape)
-    return tuple((device, _slice_of(index, shape)) for device, index in indices.items())
+    return tuple((device, _slice_of(index, shape)) for device, index in indices.items() if index is not None)
 
 
 def chunk_shape(shard: Shape, array: Shape, itemsize: int, target_bytes: int) -> Shape:
@@ -180,6 +182,8 @@ def covers(boxes: list[Slice], shape: Shape) -> bool:
     if sum(box.size for box in boxes) != math.prod(shape):
         return False
     outer = whole(shape)
+    if len(boxes) == 1:
+        return boxes[0] == outer
     return all(len(box.start) == len(shape) and box.intersect(outer) == box for box in boxes) and _disjoint(boxes)
 
 

@@ -61,6 +61,8 @@ async def open_array(location: Location, shape: Shape, dtype: np.dtype[Any], chu
                 "driver": "zarr3",
                 "kvstore": {"driver": "file", "path": location.path + "/"},
                 "metadata": _metadata(shape, dtype, chunk, None),
+                # A chunk of zeros is a file like any other: one that is missing is then known to be lost.
+                "store_data_equal_to_fill_value": True,
             },
             open=True,
             write=True,
@@ -78,7 +80,9 @@ async def write(array: Any, box: Slice, data: np.ndarray[Any, Any], path: str) -
     """
     try:
         stored = data.view(zarr_dtype(data.dtype))
-        writing = asyncio.ensure_future(_awaited(array[box.index].write(stored, can_reference_source_data_indefinitely=True)))
+        writing = asyncio.ensure_future(
+            _awaited(array[box.index].write(stored, can_reference_source_data_indefinitely=True))
+        )
         try:
             await asyncio.shield(writing)
         except asyncio.CancelledError:
@@ -115,7 +119,9 @@ def _metadata(shape: Shape, dtype: np.dtype[Any], chunk: Shape, attributes: dict
         "chunk_grid": {"name": "regular", "configuration": {"chunk_shape": chunk}},
         "chunk_key_encoding": {"name": "default", "configuration": {"separator": "."}},
         "fill_value": zero,
-        "codecs": [{"name": "bytes", "configuration": {"endian": "little"}} if stored.itemsize > 1 else {"name": "bytes"}],
+        "codecs": [
+            {"name": "bytes", "configuration": {"endian": "little"}} if stored.itemsize > 1 else {"name": "bytes"}
+        ],
         **({"attributes": attributes} if attributes else {}),
     }
 

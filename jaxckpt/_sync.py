@@ -72,7 +72,7 @@ def _settle(future: "concurrent.futures.Future[Any]", call: Callable[[], Any]) -
         return
     try:
         future.set_result(call())
-    except BaseException as error:
+    except BaseException as error:  # noqa: BLE001, it is handed to whoever waits
         future.set_exception(error)
 
 
@@ -142,8 +142,8 @@ class Running(Generic[T]):
                 self._loop = runner.get_loop()
                 self._loop.set_default_executor(_Workers())
                 result = runner.run(self._limited())
-        except BaseException as error:
-            self.future.set_exception(_single(error))
+        except BaseException as error:  # noqa: BLE001, it is handed to whoever waits
+            self.future.set_exception(error)
         else:
             self.future.set_result(result)
 
@@ -151,8 +151,9 @@ class Running(Generic[T]):
         self._task = asyncio.current_task()
         if self._stop.is_set():
             raise asyncio.CancelledError
+        limit = asyncio.timeout(self._timeout_seconds)
         try:
-            async with asyncio.timeout(self._timeout_seconds) as limit:
+            async with limit:
                 return await self._main()
         except TimeoutError as error:
             if limit.expired():
@@ -161,13 +162,6 @@ class Running(Generic[T]):
                     "raise timeout_seconds, or look for a storage that hangs"
                 ) from error
             raise
-
-
-def _single(error: BaseException) -> BaseException:
-    """The first error of a group: the one that made the task group cancel the rest."""
-    while isinstance(error, BaseExceptionGroup):
-        error = error.exceptions[0]
-    return error
 
 
 class PendingSave:
@@ -215,7 +209,9 @@ class PendingSave:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if kind is None:
             self.result()
 

@@ -10,6 +10,9 @@ Source: the pinned-host serializer of https://github.com/jax-ml/jax/pull/22114 a
 
 import asyncio
 import contextlib
+import math
+import mmap
+import sys
 import warnings
 from collections.abc import AsyncGenerator, Callable, Generator, Sequence
 from dataclasses import dataclass
@@ -23,18 +26,19 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 
 from jaxckpt._options import Transfer
-from jaxckpt._shards import Slice, owned, wanted
+from jaxckpt._shards import Device, Slice, owned, wanted
 
 try:
     from jax import enable_x64
 except ImportError:  # jax < 0.8
-    from jax.experimental import enable_x64
+    from jax.experimental import enable_x64  # pyright: ignore
 
 Way = Literal["direct", "pinned", "staged"]
 
 PINNED = "pinned_host"
 _HOST_KINDS = frozenset({PINNED, "unpinned_host"})
 _ALIGNMENT = 64
+_MAPPED_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,6 +80,8 @@ def view(data: Any) -> np.ndarray[Any, Any]:
     """
     if isinstance(data, np.ndarray):
         return data
+    if _device(data).platform == "cpu" and not _is_sub_byte(data.dtype):
+        return np.asarray(data)
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
@@ -128,7 +134,7 @@ class Staging:
     def __init__(self, slot_bytes: int, limit: int) -> None:
         count = max(1, limit // max(1, slot_bytes))
         self.nbytes = count * slot_bytes
-        buffer = np.empty(self.nbytes, np.uint8)
+        buffer = host_bytes(self.nbytes)
         self._slots: asyncio.Queue[np.ndarray[Any, Any]] = asyncio.Queue()
         for slot in buffer.reshape(count, slot_bytes):
             self._slots.put_nowait(slot)
@@ -172,7 +178,8 @@ class Placement:
 
     @classmethod
     def of_this_thread(cls) -> "Placement":
-        return cls(bool(jax.config.jax_enable_x64), jax.config.jax_default_device)
+        config: Any = jax.config
+        return cls(bool(config.jax_enable_x64), config.jax_default_device)
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
@@ -256,7 +263,7 @@ def _assemble(targets: Sequence[Target], arrays: Sequence[jax.Array], counts: Se
     return built
 
 
-def blank(target: Target, placement: Placement) -> dict[jax.Device, jax.Array]:
+def blank(target: Target, placement: Placement) -> dict[Device, jax.Array]:
     """An empty shard on each local device, for `put_part` to fill piece by piece."""
     assert target.sharding is not None
     kind = target.sharding.memory_kind
@@ -270,7 +277,7 @@ def blank(target: Target, placement: Placement) -> dict[jax.Device, jax.Array]:
 
 
 def put_part(
-    shards_: dict[jax.Device, jax.Array],
+    shards_: dict[Device, jax.Array],
     target: Target,
     box: Slice,
     part: np.ndarray[Any, Any],
@@ -286,7 +293,7 @@ def put_part(
         jax.block_until_ready(list(shards_.values()))
 
 
-def join(shards_: dict[jax.Device, jax.Array], target: Target) -> jax.Array:
+def join(shards_: dict[Device, jax.Array], target: Target) -> jax.Array:
     """The array whose shards these are."""
     assert target.sharding is not None
     return jax.make_array_from_single_device_arrays(target.shape, target.sharding, list(shards_.values()))
@@ -297,19 +304,33 @@ def _update(shard: jax.Array, part: jax.Array, start: tuple[int, ...]) -> jax.Ar
     return jax.lax.dynamic_update_slice(shard, part, start)
 
 
-def aligned_empty(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    """An uninitialised C-ordered array whose bytes start where a CPU device can use them in place."""
-    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
-    raw = np.empty(nbytes + _ALIGNMENT, np.uint8)
-    start = -raw.ctypes.data % _ALIGNMENT
-    return raw[start : start + nbytes].view(dtype).reshape(shape)
+def host_bytes(nbytes: int) -> np.ndarray[Any, Any]:
+    """Zeroed bytes that start where a CPU device can use them in place.
+
+    Large ones come straight from the system and go back to it: the allocator would keep
+    them, in the arena of whichever thread asked, and the process would grow.
+    """
+    if nbytes < _MAPPED_BYTES:
+        raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
+        start = -raw.ctypes.data % _ALIGNMENT
+        return raw[start : start + nbytes]
+    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if sys.platform == "linux":
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    return np.frombuffer(pages, np.uint8)
 
 
-def _lives_on_host(sharding: Sharding, device: jax.Device) -> bool:
+def host_array(shape: tuple[int, ...], dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
+    """A C-ordered array in `host_bytes`."""
+    return host_bytes(math.prod(shape) * dtype.itemsize).view(dtype).reshape(shape)
+
+
+def _lives_on_host(sharding: Sharding, device: Device) -> bool:
     kind = sharding.memory_kind
     return kind in _HOST_KINDS and kind != device.default_memory().kind
 
 
+@lru_cache(maxsize=256)
 def _is_sub_byte(dtype: np.dtype[Any]) -> bool:
     """Whether numpy holds each element in a byte of which the device needs a part."""
     if dtype.itemsize > 1 or dtype == np.bool_:
@@ -324,11 +345,11 @@ def _wrap(array: jax.Array) -> np.ndarray[Any, Any]:
         return np.asarray(array)
 
 
-def _device(data: jax.Array) -> jax.Device:
+def _device(data: jax.Array) -> Device:
     (device,) = data.sharding.device_set
     return device
 
 
 @lru_cache(maxsize=256)
-def _memory_kinds(device: jax.Device) -> frozenset[str]:
+def _memory_kinds(device: Device) -> frozenset[str]:
     return frozenset(memory.kind for memory in device.addressable_memories())

@@ -9,9 +9,11 @@ from functools import lru_cache
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, PyTreeDef, SequenceKey
+from jax.core import Tracer
+from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 
 from jaxckpt._errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt._manifest import Node, digest, is_stored_dtype
@@ -33,7 +35,7 @@ class Flat:
     leaves: list[Any]
     paths: list[Path]
     keys: list[tuple[Any, ...]]
-    treedef: PyTreeDef
+    treedef: Any
 
 
 def flatten(tree: Any) -> Flat:
@@ -55,14 +57,16 @@ def kind_of(leaf: Any, path: Path) -> str:
         UnsupportedLeafError: A checkpoint cannot hold it; names the leaf and its type.
     """
     match leaf:
-        case jax.core.Tracer():
+        case Tracer():
             raise UnsupportedLeafError(f"leaf {display(path)} is being traced; save outside of jit, grad and vmap")
         case jax.Array():
             if leaf.is_deleted():
                 raise UnsupportedLeafError(f"leaf {display(path)} was deleted or donated before the save began")
-            return "key" if jax.dtypes.issubdtype(leaf.dtype, jax.dtypes.prng_key) else "array"
+            return "key" if jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key) else "array"
         case np.ma.MaskedArray():
-            raise UnsupportedLeafError(f"leaf {display(path)} is a masked array; save its data and its mask as two leaves")
+            raise UnsupportedLeafError(
+                f"leaf {display(path)} is a masked array; save its data and its mask as two leaves"
+            )
         case np.ndarray() | np.generic():
             if not is_stored_dtype(leaf.dtype):
                 raise UnsupportedLeafError(
@@ -90,7 +94,7 @@ def nodes(flat: Flat) -> list[Node]:
     """
     found: list[Node] = []
 
-    def visit(treedef: PyTreeDef, first: int, depth: int) -> int:
+    def visit(treedef: Any, first: int, depth: int) -> int:
         node_data = treedef.node_data()
         if node_data is None and treedef.num_leaves == 1:
             return first
@@ -216,20 +220,25 @@ def _check_text(text: str, path: Path) -> None:
 def _node(node_data: Any, keys: list[Any], children: list[int]) -> Node:
     if node_data is None:
         return Node(type="none")
-    kind, data = node_data
+    kind: Any = node_data[0]
+    data = node_data[1]
     if kind is type(None):
         return Node(type="none")
     if kind is list:
         return Node(type="list", children=children)
     if kind is tuple:
         return Node(type="tuple", children=children)
-    if issubclass(kind, tuple) and hasattr(kind, "_fields"):
+    if _is_namedtuple(kind):
         return Node(type="namedtuple", name=kind.__name__, keys=list(kind._fields), children=children)
     if kind in (dict, collections.OrderedDict, collections.defaultdict):
         dict_keys = data[1] if kind is collections.defaultdict else data
         return Node(type="dict", keys=[_plain_key(key) for key in dict_keys], children=children)
     fields = [str(position) if key is None else str(key) for position, key in enumerate(keys)]
     return Node(type="object", name=f"{kind.__module__}.{kind.__qualname__}", keys=fields, children=children)
+
+
+def _is_namedtuple(kind: Any) -> bool:
+    return issubclass(kind, tuple) and hasattr(kind, "_fields")
 
 
 def _plain_key(key: Any) -> Any:
@@ -241,7 +250,8 @@ def _plain_key(key: Any) -> Any:
     if type(key) in (int, bool, type(None)) or (type(key) is float and np.isfinite(key)):
         return key
     raise UnsupportedLeafError(
-        f"the dict key {key!r} is of type {type(key).__qualname__}; expected str, int, a finite float, bool, None or a tuple of them"
+        f"the dict key {key!r} is of type {type(key).__qualname__}; expected str, int, "
+        "a finite float, bool, None or a tuple of them"
     )
 
 

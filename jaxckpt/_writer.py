@@ -17,7 +17,8 @@ from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
 from jaxckpt._shards import Shape, Slice, chunk_shape, chunks, whole
-from jaxckpt._transfer import PinnedCopies, Shard, Staging, copy_into, shards, view, way
+from jaxckpt._tasks import Tasks
+from jaxckpt._transfer import PinnedCopies, Shard, Staging, copy_into, host_bytes, shards, view, way
 
 _PACK_BYTES = 64 * MIB
 _STAGING_BYTES = 128 * MIB
@@ -111,13 +112,13 @@ class Writer:
         self._pieces: list[tuple[int, Slice, str, int, list[str]]] = []
         self._packs: list[Layout] = []
 
-    def source(self, number: int, data: Any, directory: Location, name: str, *, packable: bool = True) -> Source:
-        """Decide whether an array gets a Zarr array of its own, in `directory` and recorded as `name`, or is packed."""
+    def source(self, number: int, data: Any, root: Location, name: str, *, packable: bool = True) -> Source:
+        """Decide whether an array gets a Zarr array of its own, `name` below `root`, or is packed."""
         shard = data.sharding.shard_shape(data.shape) if isinstance(data, jax.Array) else data.shape
         if packable and math.prod(shard) * data.dtype.itemsize < max(1, self._options.pack_below_bytes):
             return Source(number, data, None)
         chunk = chunk_shape(shard, data.shape, data.dtype.itemsize, self._chunk_bytes)
-        return Source(number, data, Layout(directory, name, data.shape, data.dtype, chunk))
+        return Source(number, data, Layout(root.child(name), name or str(number), data.shape, data.dtype, chunk))
 
     async def write(self, sources: Sequence[Source], packs: Location | None, captured: Callable[[], None]) -> Index:
         """Write all data of `sources`; durable when this returns, but for the directories.
@@ -134,7 +135,7 @@ class Writer:
             source.number: await self._open(source.layout) for source in sources if source.layout is not None
         }
         jobs = [*(part for part in parts if part.source.layout), *self._pack_jobs(parts, packs)]
-        async with asyncio.TaskGroup() as tasks:
+        async with Tasks() as tasks:
             # What is not a view of captured memory goes first: the caller waits for it.
             for job in jobs:
                 if not _is_captured(job):
@@ -191,7 +192,7 @@ class Writer:
     async def _open(self, layout: Layout) -> Any:
         return await _store.open_array(layout.location, layout.shape, layout.dtype, layout.chunk, self._context)
 
-    async def _start(self, job: _Part | _PackJob, tasks: asyncio.TaskGroup) -> None:
+    async def _start(self, job: _Part | _PackJob, tasks: Tasks) -> None:
         """Begin a job as a task; return when its data are captured."""
         captured = asyncio.Event()
         run = self._write_pack(job, captured) if isinstance(job, _PackJob) else self._write_part(job, captured)
@@ -201,7 +202,7 @@ class Writer:
     async def _write_part(self, part: _Part, captured: asyncio.Event) -> None:
         layout = part.source.layout
         assert layout is not None
-        async with self._on_host(part, captured) as host, asyncio.TaskGroup() as tasks:
+        async with self._on_host(part, captured) as host, Tasks() as tasks:
             for box in chunks(part.box, layout.chunk):
                 tasks.create_task(self._write_chunk(part.source.number, layout, box, host[box.within(part.box).index]))
 
@@ -226,13 +227,13 @@ class Writer:
                     yield host
             case "copied":
                 async with self._budget.reserve(part.nbytes):
-                    host = await asyncio.to_thread(part.copy_into, np.empty(part.nbytes, np.uint8))
+                    host = await asyncio.to_thread(part.copy_into, host_bytes(part.nbytes))
                     captured.set()
                     yield host
 
     async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
         data = np.asarray(data, order="C")
-        async with asyncio.TaskGroup() as tasks:
+        async with Tasks() as tasks:
             hashing = tasks.create_task(asyncio.to_thread(_store.hashes, data))
             await _store.write(self._arrays[number], box, data, layout.location.path)
         self._record(number, box, File(name=layout.file(box.start), nbytes=layout.chunk_nbytes), 0, hashing.result())
@@ -243,7 +244,7 @@ class Writer:
         now = [member for member in job.members if member[0].way in ("staged", "copied")]
         later = [member for member in job.members if member[0].way == "direct"]
         async with self._budget.reserve(job.layout.chunk_nbytes * (2 if pinned else 1)):
-            buffer = np.zeros(job.layout.shape, np.uint8)
+            buffer = host_bytes(job.layout.chunk_nbytes)
             finish = await asyncio.to_thread(self._copies.start, [part.data for part, _ in pinned])
             hashed = await asyncio.to_thread(_fill, buffer, now)
             captured.set()

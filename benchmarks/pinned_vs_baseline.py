@@ -1,0 +1,488 @@
+"""Save and restore sharded arrays: the staged baseline, pinned, direct and auto beside their peers, in one run.
+
+    python benchmarks/pinned_vs_baseline.py [--quick] [--dir DIR] [--json FILE] [--plot FILE]
+
+Workloads: `big` is 1 GiB in 8 float32 arrays, each sharded over all devices; `small` is 2,000 leaves of 64 KiB,
+replicated over all devices; the sweep is one array, by size and by the number of devices that it is sharded over.
+The bits are random, so nothing compresses.
+
+Figures: `blocked`, until the call returns to the caller; `durable`, until the bytes are on disk as far as the
+variant goes (see its note); `restore`, onto the same sharding, and hash-verified by jaxckpt alone; the peak of
+resident memory above the arrays themselves, for the save and for the restore. Every turn saves new arrays, as a
+training loop does, because JAX keeps the host copy of an array that was once gathered. The saved files are moved
+before they are restored, so that they come from the page cache and not from a cache of the process that saved them.
+
+On a machine without an accelerator 8 CPU devices are made; on a GPU the ones that are there are used.
+"""
+
+import argparse
+import importlib.util
+import os
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from functools import cache, partial
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import jax
+import numpy as np
+from _harness import (
+    MIB,
+    Figures,
+    PeakMemory,
+    Samples,
+    Worker,
+    arguments,
+    interleave,
+    medians,
+    plot,
+    print_machine,
+    print_table,
+    records,
+    show,
+    touch_free_memory,
+    use_cpu_devices,
+    write_json,
+)
+from jax.sharding import NamedSharding, PartitionSpec
+
+import jaxckpt
+
+Tree = dict[str, jax.Array]
+Like = dict[str, jax.ShapeDtypeStruct]
+Wait = Callable[[], object]
+Mode = Literal["staged", "pinned", "direct", "auto"]
+
+ROW_BYTES = 512
+MODES: tuple[Mode, ...] = get_args(Mode)
+FIGURES = ("blocked_seconds", "durable_seconds", "restore_seconds", "save_peak_bytes", "restore_peak_bytes")
+
+
+class WrongValuesError(Exception):
+    """A variant restored something else than was saved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Float32 leaves of random bits, and how they lie on the devices.
+
+    Args:
+        name: What tables call it.
+        leaves: How many arrays.
+        leaf_bytes: Bytes of each array; a multiple of 512 bytes x `devices`.
+        devices: How many devices hold each array.
+        replicated: Whether each of them holds all of it, or its share of the rows.
+    """
+
+    name: str
+    leaves: int
+    leaf_bytes: int
+    devices: int
+    replicated: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        return self.leaves * self.leaf_bytes
+
+    @property
+    def shape(self) -> tuple[int, int]:
+        return (self.leaf_bytes // ROW_BYTES, ROW_BYTES // 4)
+
+    def sharding(self) -> NamedSharding:
+        mesh = jax.sharding.Mesh(np.array(jax.devices()[: self.devices]), ("x",))
+        return NamedSharding(mesh, PartitionSpec() if self.replicated else PartitionSpec("x"))
+
+    def host(self) -> dict[str, np.ndarray]:
+        """The values, the same in every process."""
+        arrays = np.random.SFC64(0).random_raw(self.nbytes // 8).view(np.float32).reshape(self.leaves, *self.shape)
+        return {f"layer{number:05}": array for number, array in enumerate(arrays)}
+
+    def on_devices(self) -> Tree:
+        return jax.block_until_ready(jax.device_put(self.host(), self.sharding()))
+
+    def like(self) -> Like:
+        leaf = jax.ShapeDtypeStruct(self.shape, np.dtype(np.float32), sharding=self.sharding())
+        return {f"layer{number:05}": leaf for number in range(self.leaves)}
+
+
+def big(scale: float) -> Workload:
+    """1 GiB in 8 arrays, sharded over all devices; `scale` lowers their number, and shrinks the last one left."""
+    leaves = max(1, round(8 * scale))
+    return Workload("big", leaves, whole_rows(1024 * MIB * scale / leaves), jax.device_count())
+
+
+def small(scale: float) -> Workload:
+    """2,000 leaves of 64 KiB, replicated over all devices; `scale` lowers their number."""
+    return Workload("small", max(1, round(2000 * scale)), 64 << 10, jax.device_count(), replicated=True)
+
+
+def sweep(sizes_mib: Sequence[int], shard_counts: Sequence[int]) -> list[Workload]:
+    """One array of each size over each number of devices that this machine has."""
+    return [
+        Workload(f"{size} MiB / {shards}", 1, size * MIB, shards)
+        for size in sizes_mib
+        for shards in shard_counts
+        if shards <= jax.device_count()
+    ]
+
+
+def whole_rows(nbytes: float) -> int:
+    """About `nbytes`, rounded so that every device gets the same number of rows, at least one."""
+    unit = ROW_BYTES * jax.device_count()
+    return max(1, round(nbytes / unit)) * unit
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to save and restore.
+
+    Args:
+        name: What tables call it.
+        note: What it does, and how durable its `durable` is.
+        begin: Starts to save a tree to a path that does not exist; returns what waits until it is durable.
+        restore: Reads a path onto the shardings of `like`; None where there is nothing to compare.
+        package: What must be importable for it.
+        from_host: It is given numpy arrays, so that what it takes is the write alone.
+    """
+
+    name: str
+    note: str
+    begin: Callable[[Path, Any], Wait]
+    restore: Callable[[Path, Like], Tree] | None
+    package: str = "jax"
+    from_host: bool = False
+
+
+def begin_jaxckpt(options: jaxckpt.SaveOptions, path: Path, tree: Tree) -> Wait:
+    return jaxckpt.start_save(path, tree, options=options).result
+
+
+def restore_jaxckpt(path: Path, like: Like) -> Tree:
+    return jaxckpt.restore(path, like)
+
+
+def begin_raw(path: Path, tree: dict[str, np.ndarray]) -> Wait:
+    """Write every byte into one file, with nothing but `write` and `fsync`."""
+    with path.open("xb", buffering=0) as file:
+        for array in tree.values():
+            _write_all(file.fileno(), array.data.cast("B"))
+        os.fsync(file.fileno())
+    _fsync(path.parent)
+    return _nothing
+
+
+def begin_jax(path: Path, tree: Tree) -> Wait:
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+    manager = GlobalAsyncCheckpointManager()
+    manager.serialize(list(tree.values()), _jax_specs(path, tree))
+    return manager.wait_until_finished
+
+
+def restore_jax(path: Path, like: Like) -> Tree:
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+    shardings = [leaf.sharding for leaf in like.values()]
+    arrays = GlobalAsyncCheckpointManager().deserialize(shardings, _jax_specs(path, like))
+    return dict(zip(like, arrays, strict=True))
+
+
+def _jax_specs(path: Path, names: Mapping[str, object]) -> list[dict[str, Any]]:
+    """One uncompressed Zarr v3 array a leaf, as jaxckpt writes it, and the driver's default everything else."""
+    from jax.experimental.array_serialization.tensorstore_impl import get_tensorstore_spec
+
+    return [get_tensorstore_spec(path / name, ocdbt=False) for name in names]
+
+
+@cache
+def _orbax() -> Any:
+    import orbax.checkpoint
+
+    return orbax.checkpoint.StandardCheckpointer()
+
+
+def begin_orbax(path: Path, tree: Tree) -> Wait:
+    _orbax().save(path, tree)
+    return _orbax().wait_until_finished
+
+
+def restore_orbax(path: Path, like: Like) -> Tree:
+    return _orbax().restore(path, like)
+
+
+def begin_safetensors(path: Path, tree: Tree) -> Wait:
+    import safetensors.numpy
+
+    safetensors.numpy.save_file({name: np.asarray(array) for name, array in tree.items()}, path)
+    _fsync(path)
+    _fsync(path.parent)
+    return _nothing
+
+
+def restore_safetensors(path: Path, like: Like) -> Tree:
+    import safetensors.numpy
+
+    return jax.device_put(safetensors.numpy.load_file(path), {name: leaf.sharding for name, leaf in like.items()})
+
+
+def _write_all(descriptor: int, data: memoryview) -> None:
+    while data:
+        data = data[os.write(descriptor, data) :]
+
+
+def _fsync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _nothing() -> None:
+    """What is left to wait for when the call itself was the whole save."""
+
+
+def jaxckpt_variant(name: str, note: str, options: jaxckpt.SaveOptions) -> Variant:
+    return Variant(name, note, partial(begin_jaxckpt, options), restore_jaxckpt)
+
+
+MODE_NOTES = {
+    "staged": "the baseline: pieces through a 128 MiB buffer",
+    "pinned": "one device_put a shard into pinned host memory",
+    "direct": "zero-copy views of device memory",
+    "auto": "what the device suggests",
+}
+PEERS = (
+    Variant("raw", "one file, write + fsync, from host memory", begin_raw, None, from_host=True),
+    Variant(
+        "jax",
+        "jax.experimental.array_serialization; TensorStore fsyncs the files, nobody the directories above",
+        begin_jax,
+        restore_jax,
+        "tensorstore",
+    ),
+    Variant(
+        "orbax",
+        "StandardCheckpointer; array files are fsynced, its metadata and the final rename are not",
+        begin_orbax,
+        restore_orbax,
+        "orbax.checkpoint",
+    ),
+    Variant(
+        "safetensors",
+        "save_file, then our fsync of file and directory; restore through numpy and device_put",
+        begin_safetensors,
+        restore_safetensors,
+        "safetensors",
+    ),
+)
+VARIANTS = {
+    variant.name: variant
+    for variant in (
+        *(jaxckpt_variant(mode, MODE_NOTES[mode], jaxckpt.SaveOptions(transfer=mode)) for mode in MODES),
+        *PEERS,
+    )
+}
+
+
+def installed(variants: Sequence[Variant]) -> list[Variant]:
+    """Those whose package is there; the others are named with the reason."""
+    found = []
+    for variant in variants:
+        if _is_importable(variant.package):
+            found.append(variant)
+        else:
+            print(f"{variant.name}: skipped, {variant.package} is not installed", file=sys.stderr)
+    return found
+
+
+def _is_importable(package: str) -> bool:
+    try:
+        return importlib.util.find_spec(package) is not None
+    except ModuleNotFoundError:
+        return False
+
+
+def save_and_restore(variant: Variant, workload: Workload, directory: Path, check: bool) -> Figures:
+    """One turn: save new arrays, move the files, restore them; with `check`, compare every bit."""
+    tree = workload.host() if variant.from_host else workload.on_devices()
+    touch_free_memory(workload.nbytes)
+    figures = _timed_save(variant, directory / "saved", tree)
+    del tree
+    if variant.restore is None:
+        return figures
+    moved = (directory / "saved").rename(directory / "moved")
+    os.sync()
+    touch_free_memory(workload.nbytes)
+    with PeakMemory() as memory:
+        began = time.perf_counter()
+        restored = jax.block_until_ready(variant.restore(moved, workload.like()))
+        figures["restore_seconds"] = time.perf_counter() - began
+    figures["restore_peak_bytes"] = memory.rise - resident_bytes(restored)
+    if check:
+        check_equal(variant.name, workload, restored)
+    return figures
+
+
+def _timed_save(variant: Variant, path: Path, tree: Any) -> Figures:
+    with PeakMemory() as memory:
+        began = time.perf_counter()
+        wait = variant.begin(path, tree)
+        blocked = time.perf_counter() - began
+        wait()
+        durable = time.perf_counter() - began
+    figures = {"durable_seconds": durable, "save_peak_bytes": memory.rise}
+    return figures if variant.from_host else {"blocked_seconds": blocked} | figures
+
+
+def resident_bytes(tree: Tree) -> int:
+    """Bytes of host memory that the arrays themselves hold: every distinct buffer of a CPU device, once."""
+    shards = [shard for array in tree.values() for shard in array.addressable_shards if shard.device.platform == "cpu"]
+    return sum({shard.data.unsafe_buffer_pointer(): shard.data.nbytes for shard in shards}.values())
+
+
+def check_equal(variant: str, workload: Workload, restored: Tree) -> None:
+    """Raise `WrongValuesError` unless names, shardings and all bits are those of the workload."""
+    expected = workload.host()
+    if list(restored) != list(expected):
+        raise WrongValuesError(f"{variant}, {workload.name}: restored other leaves than were saved")
+    for name, array in restored.items():
+        if array.dtype != np.float32 or not array.sharding.is_equivalent_to(workload.sharding(), array.ndim):
+            raise WrongValuesError(f"{variant}, {workload.name}, {name}: {array.dtype} on {array.sharding}")
+        bits = expected[name].view(np.uint32)
+        for shard in array.addressable_shards:
+            if not np.array_equal(np.asarray(shard.data).view(np.uint32), bits[shard.index]):
+                raise WrongValuesError(f"{variant}, {workload.name}, {name}: other values on {shard.device}")
+
+
+def compare(
+    variants: Sequence[Variant], workloads: Sequence[Workload], rounds: int, parent: Path
+) -> dict[str, Samples]:
+    """Workload name -> the samples of every variant, each variant in a process of its own."""
+    with ExitStack() as stack:
+        workers = {variant.name: stack.enter_context(Worker()) for variant in variants}
+        return {
+            workload.name: interleave(
+                {v.name: partial(workers[v.name].call, save_and_restore, v, workload) for v in variants},
+                rounds,
+                parent,
+                workload.name,
+            )
+            for workload in workloads
+        }
+
+
+def print_workload(workload: Workload, samples: Samples) -> None:
+    """The medians of one workload, and the ratios of jaxckpt's modes to every peer."""
+    found = medians(samples)
+    print_table(
+        f"{workload.name}: {workload.leaves:,} leaves, {workload.nbytes / MIB:,.0f} MiB; medians",
+        ["variant", *(_heading(figure) for figure in FIGURES), "note"],
+        [
+            [name, *(show(figure, figures.get(figure)) for figure in FIGURES), VARIANTS[name].note]
+            for name, figures in found.items()
+        ],
+    )
+    modes, peers = [m for m in MODES if m in found], [p.name for p in PEERS if p.name in found]
+    if modes and peers:
+        print_table(
+            f"{workload.name}: jaxckpt / peer, less is better",
+            ["", *(f"/ {peer}" for peer in peers)],
+            [
+                [f"{mode}, {_heading(figure)}", *(_ratio(found[mode], found[peer], figure) for peer in peers)]
+                for figure in FIGURES[:3]
+                for mode in modes
+            ],
+        )
+
+
+def _heading(figure: str) -> str:
+    return {"save_peak_bytes": "save peak", "restore_peak_bytes": "restore peak"}.get(figure, figure.split("_")[0])
+
+
+def _ratio(ours: Figures, theirs: Figures, figure: str) -> str:
+    return show("ratio", ours[figure] / theirs[figure]) if theirs.get(figure) else "-"
+
+
+def print_sweep(results: Mapping[str, Samples]) -> None:
+    """Medians by size and number of shards, one table a figure."""
+    for figure in FIGURES[:3]:
+        rows = [(name, medians(samples)) for name, samples in results.items()]
+        columns = list(rows[0][1])
+        print_table(
+            f"{_heading(figure)}, one array by size and number of shards; medians",
+            ["size / shards", *columns],
+            [[name, *(show(figure, found[column].get(figure)) for column in columns)] for name, found in rows],
+        )
+
+
+def bars(figure: str, results: Mapping[str, Samples], axes: Any) -> None:
+    """Draw the medians of `big` and `small` beside each other, logarithmically."""
+    for number, (name, samples) in enumerate(results.items()):
+        values = {variant: found[figure] for variant, found in medians(samples).items() if figure in found}
+        places = np.arange(len(values)) + 0.4 * number
+        axes.bar(places, list(values.values()), 0.4, label=name)
+        axes.set_xticks(places - 0.2 * number, list(values), rotation=45, ha="right")
+    axes.set(yscale="log", ylabel="seconds", title=_heading(figure))
+    axes.legend()
+
+
+def rates(figure: str, workloads: Sequence[Workload], results: Mapping[str, Samples], axes: Any) -> None:
+    """Draw GB/s against the array's size, one line a variant, at the largest number of shards."""
+    shards = max(workload.devices for workload in workloads)
+    points = [workload for workload in workloads if workload.devices == shards]
+    for variant in VARIANTS:
+        found = [(w.nbytes, medians(results[w.name]).get(variant, {}).get(figure)) for w in points]
+        line = [(nbytes / MIB, nbytes / 1e9 / seconds) for nbytes, seconds in found if seconds]
+        if line:
+            axes.plot(*zip(*line, strict=True), marker="o", label=variant)
+    axes.set(xscale="log", xlabel="MiB", ylabel="GB/s", title=f"{_heading(figure)}, {shards} shards")
+    axes.legend()
+
+
+def parse() -> argparse.Namespace:
+    parser = arguments("Save and restore sharded arrays: jaxckpt's transfer modes beside their peers.")
+    parser.add_argument("--quick", action="store_true", help="under a minute: an eighth of the bytes, 3 rounds")
+    parser.add_argument("--scale", type=float, help="the fraction of 1 GiB and of 2,000 leaves to use")
+    parser.add_argument("--sizes", type=int, nargs="*", metavar="MIB", help="array sizes of the sweep; none: no sweep")
+    parser.add_argument("--shards", type=int, nargs="*", metavar="N", help="numbers of devices of the sweep")
+    parser.add_argument("--variants", nargs="+", choices=VARIANTS, default=list(VARIANTS), help="which to run")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="draw here, when matplotlib is installed")
+    options = parser.parse_args()
+    defaults: dict[str, Any] = (
+        {"rounds": 3, "scale": 1 / 8, "sizes": [4, 32], "shards": [8]}
+        if options.quick
+        else {"rounds": 5, "scale": 1.0, "sizes": [1, 16, 256, 1024], "shards": [1, 2, 4, 8]}
+    )
+    return argparse.Namespace(**vars(options) | {k: v for k, v in defaults.items() if getattr(options, k) is None})
+
+
+def main() -> None:
+    options = parse()
+    use_cpu_devices(8)
+    print_machine(options.dir)
+    variants = installed([VARIANTS[name] for name in options.variants])
+    workloads = [big(options.scale), small(options.scale)]
+    points = sweep(options.sizes, options.shards)
+    results = compare(variants, workloads + points, options.rounds, options.dir)
+    for workload in workloads:
+        print_workload(workload, results[workload.name])
+    swept = {workload.name: results[workload.name] for workload in points}
+    if swept:
+        print_sweep(swept)
+    if options.json:
+        found = [record for name, samples in results.items() for record in records(name, samples)]
+        write_json(options.json, "pinned_vs_baseline", options.dir, found)
+    if options.plot:
+        named = {workload.name: results[workload.name] for workload in workloads}
+        panels = [partial(bars, figure, named) for figure in ("durable_seconds", "restore_seconds")]
+        if swept:
+            panels += [partial(rates, figure, points, swept) for figure in ("durable_seconds", "restore_seconds")]
+        plot(options.plot, panels)
+
+
+if __name__ == "__main__":
+    main()
