@@ -12,7 +12,6 @@ import re
 import threading
 import uuid
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 from jaxckpt._errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, StorageError
 from jaxckpt._location import Location
@@ -25,73 +24,77 @@ _OURS = re.compile(r"manifest\.json|d-[0-9a-f]{32}|\.manifest\.json\.[0-9a-f]{32
 _log = logging.getLogger("jaxckpt")
 
 
-@dataclass(frozen=True, slots=True)
 class Attempt:
-    """A save in progress: where it goes, under which id, and what it would replace."""
+    """A save in progress at `root`. All methods block.
 
-    root: Location
-    id: str
-    created: str
-    replaces: str | None
-    new_entries: list[str]
-    fate: threading.Lock
-    """Taken once: by whoever publishes the attempt or abandons it, so that only one of them happens."""
-
-    @property
-    def data(self) -> Location:
-        return self.root.child(f"d-{self.id}")
-
-
-def begin(root: Location, *, overwrite: bool) -> Attempt:
-    """Check that a checkpoint may be written at `root` and make its private data directory.
-
-    Raises:
-        CheckpointExistsError: There is a checkpoint and `overwrite` is false, or the
-            directory holds files that are not a checkpoint's; nothing was touched.
-        StorageError: The directory cannot be made.
+    Args:
+        root: Where the checkpoint is to be.
+        overwrite: Whether it may replace one.
     """
-    found = root.names() or []
-    foreign = sorted(name for name in found if not _OURS.fullmatch(name))
-    if foreign:
-        raise CheckpointExistsError(
-            errno.EEXIST, f"the directory holds other files ({', '.join(foreign[:3])}); choose an empty one", str(root)
-        )
-    if MANIFEST in found and not overwrite:
-        raise CheckpointExistsError(
-            errno.EEXIST, "a checkpoint is there already; overwrite=True (--overwrite) replaces it", str(root)
-        )
-    attempt = uuid.uuid4().hex
-    created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-    replaces = _replaced(root) if MANIFEST in found else None
-    new_entries = root.child(f"d-{attempt}").make()
-    return Attempt(root, attempt, created, replaces, new_entries, threading.Lock())
 
+    def __init__(self, root: Location, *, overwrite: bool) -> None:
+        self.id = uuid.uuid4().hex
+        self.created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self.data = root.child(f"d-{self.id}")
+        self._root = root
+        self._overwrite = overwrite
+        self._replaces: str | None = None
+        self._new_entries: list[str] = []
+        # Taken by whoever publishes or abandons the attempt: only one of them happens.
+        self._fate = threading.Lock()
 
-def publish(attempt: Attempt, manifest: Manifest, directories: Iterable[str], *, overwrite: bool) -> None:
-    """Make every directory of the data durable, then the checkpoint visible, then remove what it replaced.
+    def begin(self) -> None:
+        """Check that a checkpoint may be written and make its private data directory.
 
-    Raises:
-        CheckpointExistsError: Somebody else committed a checkpoint here meanwhile.
-        StorageError: Something could not be made durable; nothing was published.
-    """
-    attempt.root.sync([*directories, attempt.data.path, *attempt.new_entries])
-    if not attempt.fate.acquire(blocking=False):
-        return  # abandoned meanwhile: the save was cancelled or timed out, and nobody waits for this
-    try:
-        attempt.root.put(MANIFEST, encode_manifest(manifest), replace=overwrite)
-    except CheckpointError:
-        if not is_current(attempt.root, manifest):
-            _discard(attempt.data)
-        raise
-    if attempt.replaces is not None:
-        _discard(attempt.root.child(attempt.replaces))
+        Raises:
+            CheckpointExistsError: There is a checkpoint that may not be replaced, or the
+                directory holds files that are not a checkpoint's; nothing was touched.
+            StorageError: The directory cannot be made.
+        """
+        found = self._root.names() or []
+        foreign = sorted(name for name in found if not _OURS.fullmatch(name))
+        if foreign:
+            names = ", ".join(foreign[:3])
+            raise CheckpointExistsError(
+                errno.EEXIST, f"the directory holds other files ({names}); choose an empty one", str(self._root)
+            )
+        if MANIFEST in found:
+            if not self._overwrite:
+                raise CheckpointExistsError(
+                    errno.EEXIST,
+                    "a checkpoint is there already; overwrite=True (--overwrite) replaces it",
+                    str(self._root),
+                )
+            self._replaces = _data_of(self._root)
+        self._new_entries = self.data.make()
 
+    def publish(self, manifest: Manifest, directories: Iterable[str]) -> None:
+        """Make every directory of the data durable, then the checkpoint visible, then remove what it replaced.
 
-def abandon(attempt: Attempt) -> None:
-    """Remove what a failed attempt has written. Never raises: the failure itself is the news."""
-    if attempt.fate.acquire(blocking=False):
-        _discard(attempt.data)
-        attempt.root.remove_if_empty(attempt.new_entries[1:])
+        Raises:
+            CheckpointExistsError: Somebody else committed a checkpoint here meanwhile.
+            StorageError: Something could not be made durable; nothing was published.
+        """
+        self._root.sync([*directories, self.data.path, *self._new_entries])
+        if not self._fate.acquire(blocking=False):
+            return  # abandoned: the save has timed out, and nobody waits for this any more
+        try:
+            self._root.put(MANIFEST, encode_manifest(manifest), replace=self._overwrite)
+        except CheckpointError:
+            if not is_current(self._root, manifest):
+                self._discard()
+            raise
+        if self._replaces is not None:
+            _discard(self._root.child(self._replaces))
+
+    def abandon(self) -> None:
+        """Remove what a failed attempt has written. Never raises: the failure itself is the news."""
+        if self._fate.acquire(blocking=False):
+            self._discard()
+
+    def _discard(self) -> None:
+        _discard(self.data)
+        self._root.remove_if_empty(self._new_entries[1:])
 
 
 def read(root: Location) -> Manifest:
@@ -115,8 +118,8 @@ def is_current(root: Location, manifest: Manifest) -> bool:
         return False
 
 
-def _replaced(root: Location) -> str | None:
-    """The data directory of the checkpoint that is about to be replaced; an unreadable one is left to `gc`."""
+def _data_of(root: Location) -> str | None:
+    """The data directory of the checkpoint at `root`; that of an unreadable one is left to `gc`."""
     with contextlib.suppress(CheckpointError):
         return read(root).data
     return None

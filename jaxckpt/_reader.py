@@ -1,6 +1,5 @@
 """Pieces of many leaves -> host arrays, read once, verified, within the budget of host memory."""
 
-import asyncio
 import itertools
 import math
 from collections import defaultdict
@@ -16,7 +15,7 @@ from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece, digest
 from jaxckpt._shards import BLOCK_BYTES, Block, Shape, Slice, blocks, covers, is_contiguous
 from jaxckpt._store import as_bytes
-from jaxckpt._tasks import Tasks
+from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import host_array, host_bytes
 
 Bytes = np.ndarray[Any, Any]
@@ -150,7 +149,7 @@ class Reader:
             CorruptCheckpointError: Bytes are missing or altered; names leaf and file.
             StorageError: They cannot be read.
         """
-        found, runs = await asyncio.to_thread(self._plan, leaves)
+        found, runs = await in_thread(self._plan, leaves)
         async with Tasks() as tasks:
             for run in runs:
                 scratch_nbytes = sum(read.scratch_nbytes for read in run)
@@ -160,7 +159,7 @@ class Reader:
 
     async def _read_run(self, run: list[_Read], scratch_nbytes: int) -> None:
         try:
-            await asyncio.to_thread(_execute, run, verify=self._verify)
+            await in_thread(_execute, run, verify=self._verify)
         finally:
             self._scratch.release(scratch_nbytes)
         self._progress.add(sum(read.block.nbytes for read in run))

@@ -1,6 +1,5 @@
 """Durable files -> arrays: the mirror of `_save`."""
 
-import asyncio
 import difflib
 import errno
 from collections.abc import Callable, Iterator, Sequence
@@ -34,7 +33,7 @@ from jaxckpt._manifest import (
 from jaxckpt._options import MIB, RestoreOptions
 from jaxckpt._reader import Boxes, Reader, Stored, Wanted
 from jaxckpt._shards import Slice, blocks, whole
-from jaxckpt._tasks import Tasks
+from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import Placement, Target, blank, join, place, put_part
 
 _BATCH_BYTES = 64 * MIB
@@ -81,11 +80,11 @@ async def restore(root: Location, like: Any, request: Request) -> Any:
     A checkpoint that is overwritten meanwhile is read again from its new beginning.
     """
     while True:
-        manifest = await asyncio.to_thread(_commit.read, root)
+        manifest = await in_thread(_commit.read, root)
         try:
             return await _restore(root, manifest, like, request)
         except (CorruptCheckpointError, CheckpointNotFoundError):
-            if await asyncio.to_thread(_commit.is_current, root, manifest):
+            if await in_thread(_commit.is_current, root, manifest):
                 raise
 
 
@@ -96,7 +95,7 @@ async def restore_arrays(
     wants: list[_Want] = []
     pieces: dict[int, list[Stored]] = {}
     for number, (location, like, label) in enumerate(zip(places, likes, labels, strict=True)):
-        leaf, index = await asyncio.to_thread(_read_array_metadata, location)
+        leaf, index = await in_thread(_read_array_metadata, location)
         wants.append(_want(number, leaf, like, label, request))
         pieces[number] = _reader.by_leaf([(index, location)], str(location))[0]
     values = await _read_all(wants, pieces, request)
@@ -117,7 +116,7 @@ async def _restore(root: Location, manifest: Manifest, like: Any, request: Reque
         if number not in values
     ]
     data = root.child(manifest.data)
-    indexes = [(await asyncio.to_thread(_read_index, data, file), data) for file in manifest.indexes]
+    indexes = [(await in_thread(_read_index, data, file), data) for file in manifest.indexes]
     values |= await _read_all(wants, _reader.by_leaf(indexes, str(root)), request)
     if treedef is None:
         return _tree.unflatten(manifest.tree, [values[number] for number in range(len(paths))], str(root))
@@ -297,7 +296,7 @@ class _Restoring:
     async def _restore(self, batch: list[_Want], held: int) -> None:
         try:
             hosts = await self._reader.read([self._wanted(want, want.boxes) for want in batch])
-            self.values |= await asyncio.to_thread(_finish, batch, hosts, self._placement)
+            self.values |= await in_thread(_finish, batch, hosts, self._placement)
         finally:
             self._waiting.release(held)
 
@@ -305,14 +304,14 @@ class _Restoring:
         """Fill the shards of an array that is larger than the budget part by part."""
         part_bytes = self._waiting.limit // 2
         itemsize = dtype_named(want.leaf.dtype).itemsize
-        shards = await asyncio.to_thread(blank, target, self._placement)
+        shards = await in_thread(blank, target, self._placement)
         for box in target.boxes():
             for block in blocks(box.shape, itemsize, part_bytes):
                 part = block.slice.shifted(box.start)
                 async with self._waiting.reserve(block.nbytes):
                     (host,) = await self._reader.read([self._wanted(want, [part])])
                     data = host[part].astype(want.dtype, copy=False)
-                    await asyncio.to_thread(put_part, shards, target, part, data, self._placement)
+                    await in_thread(put_part, shards, target, part, data, self._placement)
         self.values[want.number] = join(shards, target)
 
     def _wanted(self, want: _Want, boxes: Sequence[Slice]) -> Wanted:

@@ -1,6 +1,5 @@
 """Arrays -> durable files: a tree becomes a published checkpoint, or each array a Zarr array of its own."""
 
-import asyncio
 import errno
 import re
 import time
@@ -35,9 +34,9 @@ from jaxckpt._manifest import (
 )
 from jaxckpt._options import SaveOptions
 from jaxckpt._shards import describe
+from jaxckpt._tasks import clean_up, in_thread
 from jaxckpt._writer import Layout, Source, Writer
 
-_CLEAN_UP_SECONDS = 10
 _ARRAY_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__[0-9a-f]+)?|\.zarr\.json\.[0-9a-f]{32}")
 
 
@@ -65,7 +64,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
     flat = _tree.flatten(tree)
     kinds = [_tree.kind_of(leaf, path) for leaf, path in zip(flat.leaves, flat.paths, strict=True)]
     nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
-    attempt = await asyncio.to_thread(_commit.begin, root, overwrite=request.overwrite)
+    attempt = _commit.Attempt(root, overwrite=request.overwrite)
     captured_seconds = 0.0
 
     def captured() -> None:
@@ -74,6 +73,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         request.captured()
 
     try:
+        await in_thread(attempt.begin)
         writer = request.writer()
         sources = {
             number: writer.source(number, _array_of(leaf, kind), attempt.data, f"arrays/{name}")
@@ -81,9 +81,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             if kind != "value"
         }
         index = await writer.write(list(sources.values()), attempt.data, captured)
-        index, index_file = await asyncio.to_thread(
-            _write_records, attempt.data, index, writer.layouts(sources.values())
-        )
+        index, index_file = await in_thread(_write_records, attempt.data, index, writer.layouts(sources.values()))
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             attempt=attempt.id,
@@ -97,17 +95,11 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             indexes=[index_file],
             timings=Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began),
         )
-        directories = _directories(attempt.data, index)
-        await asyncio.to_thread(_commit.publish, attempt, manifest, directories, overwrite=request.overwrite)
+        await in_thread(attempt.publish, manifest, _directories(attempt.data, index))
     except BaseException:
-        await _bounded(_commit.abandon, attempt)
+        await clean_up(attempt.abandon)
         raise
     return info(root, manifest)
-
-
-async def _bounded(clean_up: Callable[..., None], *args: Any) -> None:
-    """Clean up after a failure, but do not wait for ever for a storage that hangs."""
-    await asyncio.wait([asyncio.ensure_future(asyncio.to_thread(clean_up, *args))], timeout=_CLEAN_UP_SECONDS)
 
 
 async def save_arrays(
@@ -122,7 +114,7 @@ async def save_arrays(
             raise UnsupportedLeafError(
                 f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array"
             )
-    new_entries = await asyncio.to_thread(_claim, targets, overwrite=request.overwrite)
+    new_entries = await in_thread(_claim, targets, overwrite=request.overwrite)
     try:
         writer = request.writer()
         sources = [
@@ -130,9 +122,9 @@ async def save_arrays(
             for number, (target, array) in enumerate(zip(targets, arrays, strict=True))
         ]
         index = await writer.write(sources, None, request.captured)
-        await asyncio.to_thread(_commit_arrays, targets, sources, index, new_entries)
+        await in_thread(_commit_arrays, targets, sources, index, new_entries)
     except BaseException:
-        await _bounded(_discard_unfinished, targets)
+        await clean_up(_discard_unfinished, targets)
         raise
 
 

@@ -6,7 +6,6 @@ altered is never interpreted, and a bad disk is an OSError rather than the SIGBU
 TensorStore's memory-mapped mode (the only one as fast) would die of.
 """
 
-import asyncio
 import errno
 import os
 import re
@@ -20,10 +19,9 @@ from jaxckpt._errors import StorageError
 from jaxckpt._location import Location
 from jaxckpt._manifest import digest, zarr_dtype
 from jaxckpt._shards import Shape, Slice, blocks
+from jaxckpt._tasks import finished
 
 METADATA = "zarr.json"
-
-_LINGER_SECONDS = 10
 
 _CONTEXT = {
     # One writer for each key, in a directory that nobody else writes: the default lock file
@@ -80,15 +78,7 @@ async def write(array: Any, box: Slice, data: np.ndarray[Any, Any], path: str) -
     """
     try:
         stored = data.view(zarr_dtype(data.dtype))
-        writing = asyncio.ensure_future(
-            _awaited(array[box.index].write(stored, can_reference_source_data_indefinitely=True))
-        )
-        try:
-            await asyncio.shield(writing)
-        except asyncio.CancelledError:
-            # TensorStore goes on writing; whoever cleans up next must come after it.
-            await asyncio.wait([writing], timeout=_LINGER_SECONDS)
-            raise
+        await finished(_awaited(array[box.index].write(stored, can_reference_source_data_indefinitely=True)))
     except ValueError as error:
         raise _as_ours(error, path) from error
 
@@ -97,10 +87,12 @@ async def _awaited(future: Any) -> None:
     await future
 
 
-def hashes(data: np.ndarray[Any, Any]) -> list[str]:
-    """The hash of every block of a C-contiguous array."""
-    raw = as_bytes(data)
-    return [digest(raw[b.offset : b.offset + b.nbytes]) for b in blocks(data.shape, data.dtype.itemsize)]
+def hashes(raw: np.ndarray[Any, Any], shape: Shape, itemsize: int) -> list[str]:
+    """The hash of every block of a C-ordered array, from its bytes."""
+    found = blocks(shape, itemsize)
+    if len(found) == 1:
+        return [digest(raw)]
+    return [digest(raw[block.offset : block.offset + block.nbytes]) for block in found]
 
 
 def as_bytes(data: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:

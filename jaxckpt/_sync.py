@@ -96,11 +96,15 @@ class Running(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._stop = threading.Event()
-        threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="jaxckpt").start()
+        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="jaxckpt")
+        self._thread.start()
 
     def result(self, timeout: float | None = None) -> T:
         """Wait for the end, at most `timeout` seconds, and return the result or raise the failure."""
-        return self.future.result(timeout)
+        try:
+            return self.future.result(timeout)
+        finally:
+            self._join()
 
     def failure(self) -> BaseException | None:
         """Why it failed, or None where it has not ended or succeeded."""
@@ -125,6 +129,8 @@ class Running(Generic[T]):
                 self.cancel()
                 concurrent.futures.wait([self.future])
             raise
+        finally:
+            self._join()
 
     async def wait_async(self) -> T:
         """`result`, without blocking the caller's loop. Cancelling the awaiting task stops the work, cleanly."""
@@ -134,7 +140,15 @@ class Running(Generic[T]):
         except asyncio.CancelledError:
             self.cancel()
             await asyncio.wait([waiter])
+            waiter.exception()  # the cancellation is the news
             raise
+        finally:
+            self._join()
+
+    def _join(self) -> None:
+        """Let the thread of work that is done end, so that nothing of it is left."""
+        if self.future.done():
+            self._thread.join()
 
     def _run(self) -> None:
         try:

@@ -1,7 +1,14 @@
-"""Concurrent tasks that fail as one."""
+"""Concurrent tasks that fail as one, and work that is not left behind when a task is cancelled."""
 
 import asyncio
+from collections.abc import Awaitable, Callable
 from types import TracebackType
+from typing import ParamSpec, TypeVar
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+_LINGER_SECONDS = 10
 
 
 class Tasks(asyncio.TaskGroup):
@@ -14,3 +21,28 @@ class Tasks(asyncio.TaskGroup):
             await super().__aexit__(kind, error, trace)
         except BaseExceptionGroup as group:
             raise group.exceptions[0]  # noqa: B904, a `from` would hide its own cause
+
+
+async def finished(work: Awaitable[T]) -> T:
+    """Await what cannot be stopped. A cancelled task waits for its end too, if that comes soon.
+
+    So whoever cleans up next comes after it; only a storage that hangs is left behind.
+    """
+    running = asyncio.ensure_future(work)
+    try:
+        return await asyncio.shield(running)
+    except asyncio.CancelledError:
+        await asyncio.wait([running], timeout=_LINGER_SECONDS)
+        if running.done() and not running.cancelled():
+            running.exception()  # it is not news any more
+        raise
+
+
+async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+    """Run a blocking call in a worker thread; see `finished`."""
+    return await finished(asyncio.to_thread(function, *args, **kwargs))
+
+
+async def clean_up(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:
+    """Run a blocking call after a failure, but do not wait for long: the storage may hang."""
+    await asyncio.wait([asyncio.ensure_future(asyncio.to_thread(function, *args, **kwargs))], timeout=_LINGER_SECONDS)

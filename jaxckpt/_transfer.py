@@ -151,7 +151,7 @@ class Staging:
 
 def copy_into(raw: np.ndarray[Any, Any], data: Any, box: Slice) -> np.ndarray[Any, Any]:
     """Copy a box of a shard into the bytes `raw`; return them as an array."""
-    source = pull(data, box)
+    source = data if box.shape == data.shape and isinstance(data, np.ndarray) else pull(data, box)
     copy = raw[: source.nbytes].view(source.dtype).reshape(source.shape)
     np.copyto(copy, source)
     return copy

@@ -17,10 +17,10 @@ from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
 from jaxckpt._shards import Shape, Slice, chunk_shape, chunks, whole
-from jaxckpt._tasks import Tasks
+from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import PinnedCopies, Shard, Staging, copy_into, host_bytes, shards, view, way
 
-_PACK_BYTES = 64 * MIB
+_PACK_BYTES = 16 * MIB
 _STAGING_BYTES = 128 * MIB
 
 
@@ -108,6 +108,7 @@ class Writer:
         self._limit = limit
         self._context = _store.context()
         self._copies = PinnedCopies()
+        self._filling = asyncio.Lock()
         self._files: dict[str, File] = {}
         self._pieces: list[tuple[int, Slice, str, int, list[str]]] = []
         self._packs: list[Layout] = []
@@ -159,7 +160,7 @@ class Writer:
                     found.extend(self._shard_parts(source, shard))
             else:
                 found.extend(self._numpy_parts(source))
-        return await asyncio.to_thread(_with_views, found)
+        return await in_thread(_with_views, found)
 
     def _shard_parts(self, source: Source, shard: Shard) -> list[_Part]:
         chosen = way(shard.data, self._options.transfer, self._most_pinned_bytes)
@@ -215,26 +216,26 @@ class Writer:
                 yield part.data
             case "pinned":
                 async with self._budget.reserve(part.nbytes):
-                    finish = await asyncio.to_thread(self._copies.start, [part.data])
+                    finish = await in_thread(self._copies.start, [part.data])
                     captured.set()
-                    (host,) = await asyncio.to_thread(finish)
+                    (host,) = await in_thread(finish)
                     yield host
             case "staged":
                 async with self._staging.slot() as slot:
                     async with self._budget.reserve(part.nbytes):  # what a device without shared memory copies to
-                        host = await asyncio.to_thread(part.copy_into, slot)
+                        host = await in_thread(part.copy_into, slot)
                     captured.set()
                     yield host
             case "copied":
                 async with self._budget.reserve(part.nbytes):
-                    host = await asyncio.to_thread(part.copy_into, host_bytes(part.nbytes))
+                    host = await in_thread(part.copy_into, host_bytes(part.nbytes))
                     captured.set()
                     yield host
 
     async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
         data = np.asarray(data, order="C")
         async with Tasks() as tasks:
-            hashing = tasks.create_task(asyncio.to_thread(_store.hashes, data))
+            hashing = tasks.create_task(in_thread(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize))
             await _store.write(self._arrays[number], box, data, layout.location.path)
         self._record(number, box, File(name=layout.file(box.start), nbytes=layout.chunk_nbytes), 0, hashing.result())
         self._progress.add(data.nbytes)
@@ -245,18 +246,27 @@ class Writer:
         later = [member for member in job.members if member[0].way == "direct"]
         async with self._budget.reserve(job.layout.chunk_nbytes * (2 if pinned else 1)):
             buffer = host_bytes(job.layout.chunk_nbytes)
-            finish = await asyncio.to_thread(self._copies.start, [part.data for part, _ in pinned])
-            hashed = await asyncio.to_thread(_fill, buffer, now)
+            finish = await in_thread(self._copies.start, [part.data for part, _ in pinned])
+            hashed = await self._fill(buffer, now)
             captured.set()
-            hosts = await asyncio.to_thread(finish)
+            hosts = await in_thread(finish)
             later += [(replace(part, data=host), at) for (part, at), host in zip(pinned, hosts, strict=True)]
-            hashed += await asyncio.to_thread(_fill, buffer, later)
+            hashed += await self._fill(buffer, later)
             array = await self._open(job.layout)
             await _store.write(array, whole(job.layout.shape), buffer, job.layout.location.path)
         file = File(name=job.layout.file((0,)), nbytes=job.layout.chunk_nbytes)
         for part, offset, hashes in hashed:
             self._record(part.source.number, part.box, file, offset, hashes)
         self._progress.add(sum(part.nbytes for part, _ in job.members))
+
+    async def _fill(self, buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[tuple[_Part, int, list[str]]]:
+        """Copy parts to their places in a pack, and hash them.
+
+        One pack at a time: two threads that do many small copies wait for the interpreter
+        lock more than they copy.
+        """
+        async with self._filling:
+            return await in_thread(_fill, buffer, members)
 
     def _record(self, leaf: int, box: Slice, file: File, offset: int, hashes: list[str]) -> None:
         self._files[file.name] = file
@@ -284,7 +294,9 @@ def _with_views(parts: list[_Part]) -> list[_Part]:
 
 
 def _fill(buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[tuple[_Part, int, list[str]]]:
-    """Copy parts to their places in a pack; return them with their hashes."""
-    return [
-        (part, offset, _store.hashes(part.copy_into(buffer[offset : offset + part.nbytes]))) for part, offset in members
-    ]
+    filled: list[tuple[_Part, int, list[str]]] = []
+    for part, offset in members:
+        raw = buffer[offset : offset + part.nbytes]
+        part.copy_into(raw)
+        filled.append((part, offset, _store.hashes(raw, part.box.shape, part.data.dtype.itemsize)))
+    return filled
