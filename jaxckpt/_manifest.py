@@ -232,7 +232,7 @@ class ArrayAttributes(Record):
 def encode_manifest(manifest: Manifest) -> bytes:
     body = msgspec.json.encode(manifest)
     envelope = _Envelope(xxh3_128=digest(body), manifest=msgspec.Raw(body))
-    return msgspec.json.encode(envelope) + b"\n"
+    return msgspec.json.encode(envelope)
 
 
 def decode_manifest(data: bytes, where: str) -> Manifest:
@@ -259,7 +259,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
 
 
 def encode_index(index: Index) -> bytes:
-    return msgspec.json.encode(index) + b"\n"
+    return msgspec.json.encode(index)
 
 
 def decode_index(data: bytes, expected: IndexFile, where: str) -> Index:

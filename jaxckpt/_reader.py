@@ -3,7 +3,8 @@
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -194,7 +195,7 @@ class Reader:
             box_of_block = block.slice.shifted(stored.piece.start)
             shared = [(box, part) for box in hits if (part := box.intersect(box_of_block))]
             if any(box in mapped for box, _ in shared):
-                whole_file = self._map(stored)
+                whole_file = self._map(wanted, stored)
                 start = stored.piece.offset + block.offset
                 yield _Read(wanted, stored, block, expected, whole_file[start : start + block.nbytes], mapped=True)
             to_fill = [(box, part) for box, part in shared if box not in mapped]
@@ -217,13 +218,15 @@ class Reader:
             if box.intersect(stored.slice) == box and is_contiguous(box.within(stored.slice), stored.piece.shape):
                 first = np.ravel_multi_index(box.within(stored.slice).start, stored.piece.shape) if box.shape else 0
                 start = stored.piece.offset + int(first) * wanted.dtype.itemsize
-                raw = self._map(stored)[start : start + box.size * wanted.dtype.itemsize]
+                raw = self._map(wanted, stored)[start : start + box.size * wanted.dtype.itemsize]
                 return raw.view(wanted.dtype).reshape(box.shape)
         return None
 
-    def _map(self, stored: Stored) -> Bytes:
+    def _map(self, wanted: Wanted, stored: Stored) -> Bytes:
         if stored.path not in self._maps:
-            self._maps[stored.path] = np.frombuffer(stored.location.map(stored.file.name, stored.file.nbytes), np.uint8)
+            with _damage_of(wanted):
+                mapped = stored.location.map(stored.file.name, stored.file.nbytes)
+            self._maps[stored.path] = np.frombuffer(mapped, np.uint8)
         return self._maps[stored.path]
 
 
@@ -258,13 +261,20 @@ def _execute(run: list[_Read], *, verify: bool) -> None:
 
 
 def _fill(run: list[_Read], buffers: list[Bytes]) -> None:
-    stored, leaf = run[0].stored, run[0].wanted.name
-    try:
+    stored = run[0].stored
+    with _damage_of(run[0].wanted):
         stored.location.read_into(stored.file.name, stored.file.nbytes, _segments(run, buffers))
+
+
+@contextmanager
+def _damage_of(wanted: Wanted) -> Generator[None]:
+    """Say which leaf suffers from what is wrong with a file."""
+    try:
+        yield
     except CheckpointNotFoundError as error:
-        raise CorruptCheckpointError(f"leaf {leaf}: the file {error.filename} is missing") from error
+        raise CorruptCheckpointError(f"leaf {wanted.name}: the file {error.filename} is missing") from error
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"leaf {leaf}: {error}") from error
+        raise CorruptCheckpointError(f"leaf {wanted.name}: {error}") from error
 
 
 def _segments(run: list[_Read], buffers: list[Bytes]) -> list[tuple[int, list[memoryview]]]:

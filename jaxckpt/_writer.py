@@ -235,7 +235,9 @@ class Writer:
     async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
         data = np.asarray(data, order="C")
         async with Tasks() as tasks:
-            hashing = tasks.create_task(in_thread(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize))
+            hashing = tasks.create_task(
+                in_thread(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize)
+            )
             await _store.write(self._arrays[number], box, data, layout.location.path)
         self._record(number, box, File(name=layout.file(box.start), nbytes=layout.chunk_nbytes), 0, hashing.result())
         self._progress.add(data.nbytes)

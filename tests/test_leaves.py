@@ -100,7 +100,8 @@ def test_a_saved_key_array_comes_back_usable(tmp_path: Path, impl: str, count: i
     assert jax.random.key_impl(found) == jax.random.key_impl(keys)
     assert_bits(jax.random.key_data(found), jax.random.key_data(keys))
     draw = jax.random.bits if count is None else jax.vmap(jax.random.bits)
-    assert_bits(draw(found), draw(keys))
+    if count != 0:  # which JAX cannot map over
+        assert_bits(draw(found), draw(keys))
     if wish == "a sharding":
         assert found.devices() == {jax.devices()[2]}
 

@@ -16,7 +16,7 @@ from jaxckpt import CorruptCheckpointError, _manifest, _packs, _shards, _tree
 from jaxckpt._budget import Budget
 from jaxckpt._shards import Slice
 
-shapes = st.lists(st.integers(1, 24), max_size=4).map(tuple)
+shapes = st.lists(st.integers(1, 9), max_size=4).map(tuple)
 itemsizes = st.sampled_from([1, 2, 4, 8, 16])
 
 
@@ -183,14 +183,14 @@ def test_any_altered_byte_of_a_manifest_is_noticed() -> None:
     )
     data = _manifest.encode_manifest(manifest)
     assert _manifest.decode_manifest(data, "here") == manifest
-    for position, bit in itertools.product(range(len(data) - 1), range(8)):
+    for position, bit in itertools.product(range(len(data)), range(8)):
         altered = bytearray(data)
         altered[position] ^= 1 << bit
         try:
             assert _manifest.decode_manifest(bytes(altered), "here") == manifest
         except CorruptCheckpointError as error:
             assert str(error).startswith("here: ")
-    for length in range(len(data) - 2):
+    for length in range(len(data)):
         with pytest.raises(CorruptCheckpointError, match=r"here: "):
             _manifest.decode_manifest(data[:length], "here")
 

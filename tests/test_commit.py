@@ -1,0 +1,215 @@
+"""A checkpoint is there whole or not at all, and says so when it is damaged."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jaxckpt
+from jaxckpt import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, RestoreOptions
+
+TREE = {"large": jnp.arange(2 << 20), "small": {"a": jnp.arange(10), "b": np.arange(7)}}
+
+
+def files_of(path: Path) -> list[Path]:
+    return sorted(file for file in path.rglob("*") if file.is_file())
+
+
+def same(found: object, tree: dict = TREE) -> bool:  # pyright: ignore
+    flat = {"large": found["large"], **found["small"]}  # pyright: ignore
+    return all(np.array_equal(flat[k], v) for k, v in {"large": tree["large"], **tree["small"]}.items())
+
+
+def test_a_checkpoint_is_not_overwritten_by_accident(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": jnp.ones(3)})
+    with pytest.raises(CheckpointExistsError, match="a checkpoint is there already; overwrite=True"):
+        jaxckpt.save(tmp_path / "a", {"w": jnp.zeros(3)})
+    assert jaxckpt.restore(tmp_path / "a")["w"].sum() == 3
+
+
+def test_an_overwrite_leaves_one_data_directory(tmp_path: Path) -> None:
+    for value in range(3):
+        info = jaxckpt.save(tmp_path / "a", {"w": jnp.full(3, value)}, overwrite=True)
+    assert sorted(os.listdir(tmp_path / "a")) == [f"d-{info.attempt}", "manifest.json"]
+    assert jaxckpt.restore(tmp_path / "a")["w"].sum() == 6
+
+
+@pytest.mark.parametrize("overwrite", [False, True])
+def test_a_directory_of_somebody_else_is_refused_and_left_alone(tmp_path: Path, overwrite: bool) -> None:
+    (tmp_path / "notes.txt").write_text("mine")
+    with pytest.raises(CheckpointExistsError, match=r"the directory holds other files \(notes.txt\)"):
+        jaxckpt.save(tmp_path, TREE, overwrite=overwrite)
+    assert os.listdir(tmp_path) == ["notes.txt"]
+
+
+def test_what_a_killed_save_left_is_invisible_and_no_obstacle(tmp_path: Path) -> None:
+    (tmp_path / "a" / ("d-" + "0" * 32) / "arrays").mkdir(parents=True)
+    (tmp_path / "a" / (".manifest.json." + "0" * 32)).write_text("{")
+    with pytest.raises(CheckpointNotFoundError, match=r"no checkpoint: there is no manifest.json"):
+        jaxckpt.restore(tmp_path / "a")
+    jaxckpt.save(tmp_path / "a", TREE)
+    assert same(jaxckpt.restore(tmp_path / "a"))
+
+
+def test_a_moved_a_copied_and_a_read_only_checkpoint_restores(tmp_path: Path) -> None:
+    jaxckpt.save(tmp_path / "a", TREE)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    (tmp_path / "a").rename(tmp_path / "moved")
+    for file in (tmp_path / "copy").rglob("*"):
+        file.chmod(0o555 if file.is_dir() else 0o444)
+    assert same(jaxckpt.restore(tmp_path / "moved"))
+    assert same(jaxckpt.restore(tmp_path / "copy"))
+
+
+KILLED = """
+    import sys, jax.numpy as jnp, numpy as np, jaxckpt
+    print("ready", flush=True)
+    for value in range(1, 1000):
+        tree = {"large": jnp.full(2 << 20, value), "small": {"a": jnp.full(10, value), "b": np.full(7, value)}}
+        jaxckpt.save(sys.argv[1], tree, overwrite=True)
+        print(value, flush=True)
+"""
+
+
+def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text("\n".join(line[4:] for line in KILLED.splitlines()))
+    for number in range(8):
+        path = tmp_path / str(number)
+        with subprocess.Popen([sys.executable, script, path], stdout=subprocess.PIPE, text=True) as process:
+            assert process.stdout is not None
+            acknowledged = [process.stdout.readline() for _ in range(2 + number % 3)]
+            time.sleep(number * 0.004)
+            process.send_signal(signal.SIGKILL)
+            acknowledged += process.stdout.readlines()
+        found = jaxckpt.restore(path)
+        values = {int(v) for leaf in (found["large"], *found["small"].values()) for v in np.unique(leaf)}
+        assert len(values) == 1
+        assert values.pop() in (int(acknowledged[-1]), int(acknowledged[-1]) + 1)
+        jaxckpt.save(path, TREE, overwrite=True)
+        assert same(jaxckpt.restore(path))
+
+
+def emptied(file: Path, other: Path) -> None:
+    file.write_bytes(b"")
+
+
+def one_byte_shorter(file: Path, other: Path) -> None:
+    os.truncate(file, file.stat().st_size - 1)
+
+
+def one_byte_longer(file: Path, other: Path) -> None:
+    with file.open("ab") as end:
+        end.write(b"\0")
+
+
+def one_bit_flipped(file: Path, other: Path) -> None:
+    data = bytearray(file.read_bytes())
+    data[7] ^= 1
+    file.write_bytes(data)
+
+
+def swapped(file: Path, other: Path) -> None:
+    kept = other.read_bytes()
+    shutil.copy(file, other)
+    file.write_bytes(kept)
+
+
+def a_directory(file: Path, other: Path) -> None:
+    file.unlink()
+    file.mkdir()
+
+
+def a_link(file: Path, other: Path) -> None:
+    file.rename(file.with_name("elsewhere"))
+    file.symlink_to(file.with_name("elsewhere"))
+
+
+def a_fifo(file: Path, other: Path) -> None:
+    file.unlink()
+    os.mkfifo(file)
+
+
+def deleted(file: Path, other: Path) -> None:
+    file.unlink()
+
+
+DAMAGE = [
+    *(emptied, one_byte_shorter, one_byte_longer, one_bit_flipped, swapped),
+    *(a_directory, a_link, a_fifo, deleted),
+]
+
+
+@pytest.mark.parametrize("memory_map", [False, True])
+@pytest.mark.parametrize("damage", DAMAGE)
+@pytest.mark.parametrize("name", ["arrays/large/c.0", "arrays/large/c.1", "packs/0-0/c.0", "index-0.json"])
+def test_damage_to_a_file_is_an_error_that_names_it(
+    tmp_path: Path, name: str, damage: Callable[[Path, Path], None], memory_map: bool
+) -> None:
+    options = jaxckpt.SaveOptions(chunk_bytes=4 << 20)
+    info = jaxckpt.save(tmp_path / "a", TREE, options=options)
+    data = tmp_path / "a" / f"d-{info.attempt}"
+    others = [file for file in files_of(data) if file != data / name and file.name != "zarr.json"]
+    damage(data / name, others[0])
+    with pytest.raises(jaxckpt.CheckpointError) as caught:
+        jaxckpt.restore(tmp_path / "a", options=RestoreOptions(memory_map=memory_map))
+    assert name in str(caught.value) or (damage is swapped and others[0].name in str(caught.value))
+    if "index" not in str(caught.value):
+        assert "leaf large" in str(caught.value) or "leaf small/" in str(caught.value)
+
+
+@pytest.mark.parametrize("damage", DAMAGE)
+def test_damage_to_the_manifest_is_an_error_that_names_it(tmp_path: Path, damage: Callable[[Path, Path], None]) -> None:
+    jaxckpt.save(tmp_path / "a", TREE)
+    other = next(file for file in files_of(tmp_path / "a") if file.name == "index-0.json")
+    damage(tmp_path / "a" / "manifest.json", other)
+    with pytest.raises(jaxckpt.CheckpointError, match=r"manifest\.json"):
+        jaxckpt.restore(tmp_path / "a")
+
+
+def test_an_unknown_format_version_is_refused_by_its_number(tmp_path: Path) -> None:
+    from jaxckpt import _manifest  # noqa: PLC0415
+
+    jaxckpt.save(tmp_path / "a", TREE)
+    body = (tmp_path / "a" / "manifest.json").read_bytes().split(b'"manifest":', 1)[1].rstrip()[:-1]
+    newer = body.replace(b'"format_version":1', b'"format_version":2')
+    data = b'{"xxh3_128":"' + _manifest.digest(newer).encode() + b'","manifest":' + newer + b"}"
+    (tmp_path / "a" / "manifest.json").write_bytes(data)
+    with pytest.raises(CorruptCheckpointError, match=r"format version 2, but this jaxckpt reads version 1"):
+        jaxckpt.restore(tmp_path / "a")
+
+
+def test_bytes_that_are_not_needed_are_not_looked_at(tmp_path: Path) -> None:
+    info = jaxckpt.save(tmp_path / "a", TREE)
+    (tmp_path / "a" / f"d-{info.attempt}" / "arrays" / "large" / "c.0").unlink()
+    like = {"small": {"a": jnp.zeros(10, int)}}
+    found = jaxckpt.restore(tmp_path / "a", like, options=RestoreOptions(partial=True))
+    np.testing.assert_array_equal(found["small"]["a"], np.arange(10))
+
+
+def test_without_verification_a_flipped_bit_passes(tmp_path: Path) -> None:
+    """The mutant: it shows that the tests above see the hash at work, and nothing else."""
+    info = jaxckpt.save(tmp_path / "a", TREE)
+    one_bit_flipped(tmp_path / "a" / f"d-{info.attempt}" / "arrays" / "large" / "c.0", tmp_path)
+    found = jaxckpt.restore(tmp_path / "a", options=RestoreOptions(verify=False))
+    assert not np.array_equal(found["large"], TREE["large"])
+
+
+@pytest.mark.parametrize("spelled", ["relative", "./relative/", "with spaces", "file://{}/url", "~/home"])
+def test_paths_are_what_a_shell_would_take_them_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spelled: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    jaxckpt.save(spelled.format(tmp_path), {"w": jnp.ones(3)})
+    assert len(list(tmp_path.glob("*/manifest.json"))) == 1
+    assert jaxckpt.restore(spelled.format(tmp_path))["w"].sum() == 3
+    assert jaxckpt.describe(spelled.format(tmp_path)).nbytes == 12
