@@ -6,8 +6,9 @@ used before; it is made, and `os.sync()` called, before the turn, and removed af
 results; it is not counted.
 
 Free memory. Many virtual machines hand memory that is free for about two seconds back to their host ("free page
-reporting"), and on the first touch it costs 2 s/GiB instead of 0.05. `touch_free_memory` before a timed phase lets
-every variant start with as much free memory that the machine really has; what a variant needs beyond, it pays for.
+reporting"), and on the next touch it costs 1 to 3 s/GiB instead of 0.06. That hits hardest whoever just writes: a plain
+write of 1 GiB took from 0.5 to 3 s. `touch_free_memory` right before a timed phase lets every variant start with as
+much free memory that the machine really has; what a variant needs beyond, it pays for.
 
 Memory. A variant that is compared by memory runs in a `Worker`, a process of its own, so that the caches and the
 freed heap of one variant are never the baseline of another. There `PeakMemory` reads the kernel's high-water mark of
@@ -23,7 +24,6 @@ import importlib.metadata
 import importlib.util
 import json
 import math
-import mmap
 import multiprocessing
 import os
 import platform
@@ -173,10 +173,11 @@ class PeakMemory:
 
 
 def touch_free_memory(nbytes: int) -> None:
-    """Use `nbytes` of free memory and free them again, so that they are backed by real memory for a moment."""
-    page = os.sysconf("SC_PAGE_SIZE")
-    with mmap.mmap(-1, nbytes) as memory:
-        np.frombuffer(memory, np.uint8)[::page] = 1
+    """Use `nbytes` of free memory and free them again, so that they are backed by real memory for a moment.
+
+    numpy asks for huge pages, which go back to the kernel in the large blocks that the page cache takes next.
+    """
+    np.empty(nbytes, np.uint8)[:: os.sysconf("SC_PAGE_SIZE")] = 1
 
 
 def settled_rss() -> float:

@@ -20,7 +20,7 @@ import importlib.util
 import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import cache, partial
@@ -86,6 +86,11 @@ class Workload:
     @property
     def nbytes(self) -> int:
         return self.leaves * self.leaf_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes on all devices together."""
+        return self.nbytes * (self.devices if self.replicated else 1)
 
     @property
     def shape(self) -> tuple[int, int]:
@@ -178,7 +183,7 @@ def begin_jax(path: Path, tree: Tree) -> Wait:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
     manager = GlobalAsyncCheckpointManager()
-    manager.serialize(list(tree.values()), _jax_specs(path, tree))
+    manager.serialize_with_paths(list(tree.values()), _leaf_paths(path, tree))
     return manager.wait_until_finished
 
 
@@ -186,15 +191,35 @@ def restore_jax(path: Path, like: Like) -> Tree:
     from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
 
     shardings = [leaf.sharding for leaf in like.values()]
-    arrays = GlobalAsyncCheckpointManager().deserialize(shardings, _jax_specs(path, like))
+    arrays = GlobalAsyncCheckpointManager().deserialize_with_paths(shardings, _leaf_paths(path, like))
     return dict(zip(like, arrays, strict=True))
 
 
-def _jax_specs(path: Path, names: Mapping[str, object]) -> list[dict[str, Any]]:
-    """One uncompressed Zarr v3 array a leaf, as jaxckpt writes it, and the driver's default everything else."""
+def begin_jax_zarr3(path: Path, tree: Tree) -> Wait:
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+    manager = GlobalAsyncCheckpointManager()
+    manager.serialize(list(tree.values()), _zarr3_specs(path, tree))
+    return manager.wait_until_finished
+
+
+def restore_jax_zarr3(path: Path, like: Like) -> Tree:
+    from jax.experimental.array_serialization.serialization import GlobalAsyncCheckpointManager
+
+    shardings = [leaf.sharding for leaf in like.values()]
+    arrays = GlobalAsyncCheckpointManager().deserialize(shardings, _zarr3_specs(path, like))
+    return dict(zip(like, arrays, strict=True))
+
+
+def _leaf_paths(path: Path, names: Iterable[str]) -> list[str]:
+    return [str(path / name) for name in names]
+
+
+def _zarr3_specs(path: Path, names: Iterable[str]) -> list[dict[str, Any]]:
+    """One uncompressed Zarr v3 array a leaf, which is also what jaxckpt writes for large leaves."""
     from jax.experimental.array_serialization.tensorstore_impl import get_tensorstore_spec
 
-    return [get_tensorstore_spec(path / name, ocdbt=False) for name in names]
+    return [get_tensorstore_spec(leaf_path, ocdbt=False) for leaf_path in _leaf_paths(path, names)]
 
 
 @cache
@@ -259,9 +284,16 @@ PEERS = (
     Variant("raw", "one file, write + fsync, from host memory", begin_raw, None, from_host=True),
     Variant(
         "jax",
-        "jax.experimental.array_serialization; TensorStore fsyncs the files, nobody the directories above",
+        "array_serialization by paths (Zarr v2, zstd); files are fsynced, the directories above are not",
         begin_jax,
         restore_jax,
+        "tensorstore",
+    ),
+    Variant(
+        "jax-zarr3",
+        "the same by uncompressed Zarr v3 specs, one array a leaf",
+        begin_jax_zarr3,
+        restore_jax_zarr3,
         "tensorstore",
     ),
     Variant(
@@ -309,14 +341,14 @@ def _is_importable(package: str) -> bool:
 def save_and_restore(variant: Variant, workload: Workload, directory: Path, check: bool) -> Figures:
     """One turn: save new arrays, move the files, restore them; with `check`, compare every bit."""
     tree = workload.host() if variant.from_host else workload.on_devices()
-    touch_free_memory(workload.nbytes)
+    touch_free_memory(2 * workload.nbytes)  # the files in the page cache, and a copy of the arrays
     figures = _timed_save(variant, directory / "saved", tree)
     del tree
     if variant.restore is None:
         return figures
     moved = (directory / "saved").rename(directory / "moved")
     os.sync()
-    touch_free_memory(workload.nbytes)
+    touch_free_memory(workload.device_bytes + 2 * workload.nbytes)  # as much as the neediest peer takes
     with PeakMemory() as memory:
         began = time.perf_counter()
         restored = jax.block_until_ready(variant.restore(moved, workload.like()))
@@ -445,7 +477,7 @@ def rates(figure: str, workloads: Sequence[Workload], results: Mapping[str, Samp
 
 def parse() -> argparse.Namespace:
     parser = arguments("Save and restore sharded arrays: jaxckpt's transfer modes beside their peers.")
-    parser.add_argument("--quick", action="store_true", help="under a minute: an eighth of the bytes, 3 rounds")
+    parser.add_argument("--quick", action="store_true", help="under a minute: a tenth of the bytes, 3 rounds")
     parser.add_argument("--scale", type=float, help="the fraction of 1 GiB and of 2,000 leaves to use")
     parser.add_argument("--sizes", type=int, nargs="*", metavar="MIB", help="array sizes of the sweep; none: no sweep")
     parser.add_argument("--shards", type=int, nargs="*", metavar="N", help="numbers of devices of the sweep")
@@ -453,7 +485,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--plot", type=Path, metavar="FILE", help="draw here, when matplotlib is installed")
     options = parser.parse_args()
     defaults: dict[str, Any] = (
-        {"rounds": 3, "scale": 1 / 8, "sizes": [4, 32], "shards": [8]}
+        {"rounds": 3, "scale": 0.1, "sizes": [4, 32], "shards": [8]}
         if options.quick
         else {"rounds": 5, "scale": 1.0, "sizes": [1, 16, 256, 1024], "shards": [1, 2, 4, 8]}
     )

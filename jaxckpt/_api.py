@@ -14,7 +14,7 @@ from jaxckpt._location import Location, PathLike, parse
 from jaxckpt._options import RestoreOptions, SaveOptions
 from jaxckpt._sync import PendingSave, Running, raise_lost_failure
 from jaxckpt._transfer import Placement
-from jaxckpt._tree import display, flatten
+from jaxckpt._tree import Flat, display, flatten
 
 Report = Callable[[int, int], None]
 Options = TypeVar("Options", SaveOptions, RestoreOptions)
@@ -190,7 +190,7 @@ async def async_serialize(
     """
     raise_lost_failure()
     flat = flatten(arrays)
-    targets = _locations(paths, len(flat.leaves))
+    targets = _locations(paths, flat)
     chosen = _checked(options, SaveOptions)
     request = _save.Request(chosen, overwrite)
     labels = [display(path) for path in flat.paths]
@@ -216,7 +216,7 @@ async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | 
         ValueError: `paths` and `like` do not match.
     """
     flat = flatten(like)
-    places = _locations(paths, len(flat.leaves))
+    places = _locations(paths, flat)
     chosen = _checked(options, RestoreOptions)
     request = _restore.Request(chosen, Placement.of_this_thread())
     labels = [str(place) for place in places]
@@ -249,11 +249,20 @@ def _start_restore(
     return Running(partial(_restore.restore, parse(path), like, request), chosen.timeout_seconds, "restore")
 
 
-def _locations(paths: Any, count: int) -> list[Location]:
-    found = flatten(paths).leaves
-    if len(found) != count:
-        raise LeafMismatchError(f"there are {count} arrays but {len(found)} paths; expected one path for each array")
-    return [parse(path) for path in found]
+def _locations(paths: Any, flat: Flat) -> list[Location]:
+    found = flatten(paths)
+    in_order = isinstance(paths, list | tuple) and all(len(path) == 1 for path in found.paths)
+    if len(found.leaves) != len(flat.leaves):
+        raise LeafMismatchError(
+            f"there are {len(flat.leaves)} arrays but {len(found.leaves)} paths; expected one path for each array"
+        )
+    if not in_order and found.paths != flat.paths:
+        differs = next(pair for pair in zip(flat.paths, found.paths, strict=True) if pair[0] != pair[1])
+        raise LeafMismatchError(
+            f"the trees differ: there is an array at {display(differs[0])} but a path at {display(differs[1])}; "
+            "expected the same structure, or a list of paths"
+        )
+    return [parse(path) for path in found.leaves]
 
 
 def _checked(options: Options | None, kind: type[Options]) -> Options:

@@ -79,6 +79,18 @@ class Location:
                 return None
             raise
 
+    def is_file(self, name: str) -> bool:
+        """Whether `name` is a regular file, not a link to one."""
+        try:
+            return stat.S_ISREG(os.lstat(self._at(name)).st_mode)
+        except OSError:
+            return False
+
+    @property
+    def real_path(self) -> str:
+        """The path with all links followed."""
+        return os.path.realpath(self.path)
+
     def make(self) -> list[str]:
         """Create the directory and its parents; return those directories that got a new entry."""
         missing, path = [], self.path

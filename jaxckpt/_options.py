@@ -78,6 +78,9 @@ class RestoreOptions:
     def __post_init__(self) -> None:
         _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
         _check_positive("timeout_seconds", self.timeout_seconds)
+        for name in ("verify", "memory_map", "cast", "partial"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
 
 
 def _check_at_least(name: str, value: int | None, least: int) -> None:
@@ -90,5 +93,5 @@ def _check_at_least(name: str, value: int | None, least: int) -> None:
 
 
 def _check_positive(name: str, value: float | None) -> None:
-    if value is not None and not value > 0:
+    if value is not None and not (isinstance(value, int | float) and value > 0):
         raise ValueError(f"{name} is {value!r}; expected more than 0 seconds, or None for no limit")

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import msgspec
 import numpy as np
 from jax.sharding import Sharding
@@ -34,7 +35,7 @@ from jaxckpt._options import MIB, RestoreOptions
 from jaxckpt._reader import Boxes, Reader, Stored, Wanted
 from jaxckpt._shards import Slice, blocks, whole
 from jaxckpt._tasks import Tasks, in_thread
-from jaxckpt._transfer import Placement, Target, blank, join, place, put_part
+from jaxckpt._transfer import Placement, Target, blank, can_fill, join, place, put_part
 
 _BATCH_BYTES = 64 * MIB
 _BATCH_LEAVES = 4096
@@ -142,7 +143,7 @@ def _asked_for(
             f"leaf {_tree.display(missing[0])} is in `like` but not in the checkpoint{_others(missing)}; "
             f"the checkpoint has {len(paths)} leaves{_closest(missing[0], paths)}"
         )
-    if not request.options.partial and (surplus := sorted(set(paths) - set(flat.paths))):
+    if not request.options.partial and (surplus := [path for path in paths if path not in set(flat.paths)]):
         raise LeafMismatchError(
             f"leaf {_tree.display(surplus[0])} is in the checkpoint but not in `like`{_others(surplus)}; "
             "add it, or pass RestoreOptions(partial=True) to restore a part of the tree"
@@ -171,11 +172,14 @@ def _python_value(leaf: Leaf, wish: Any, path: _tree.Path, options: RestoreOptio
         ) from error
     if wish is None or type(wish) is type(value):
         return value
-    if options.cast and isinstance(wish, bool | int | float | complex | str):
-        return type(wish)(value)
+    try:
+        if options.cast and isinstance(wish, bool | int | float | complex | str):
+            return type(wish)(value)
+    except (ValueError, TypeError, OverflowError):
+        pass
     raise LeafMismatchError(
-        f"leaf {_tree.display(path)}: `like` asks for {type(wish).__name__}, the checkpoint has the "
-        f"Python {type(value).__name__} {value!r}; put a {type(value).__name__} into `like`"
+        f"leaf {_tree.display(path)}: `like` asks for {type(wish).__name__}, the checkpoint has a "
+        f"Python {type(value).__name__}; put a {type(value).__name__} into `like`"
     )
 
 
@@ -187,7 +191,7 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
     """
     stored = stand_in(leaf)
     if isinstance(wish, _HAS_DTYPE):
-        _check_same(label, wish, stored, cast=request.options.cast and leaf.kind != "key")
+        _check_same(label, wish, stored, cast=request.options.cast)
     elif not (wish is None or isinstance(wish, Sharding)):
         raise LeafMismatchError(
             f"leaf {label}: `like` asks for {type(wish).__name__}, the checkpoint has an array of "
@@ -216,7 +220,8 @@ def _check_same(label: str, wish: Any, stored: Any, *, cast: bool) -> None:
         raise LeafMismatchError(
             f"leaf {label}: `like` has shape {tuple(wish.shape)}, the checkpoint {tuple(stored.shape)}"
         )
-    if wish.dtype != stored.dtype and not cast:
+    is_key = any(jnp.issubdtype(side.dtype, jax.dtypes.prng_key) for side in (wish, stored))
+    if wish.dtype != stored.dtype and (is_key or not cast):
         raise LeafMismatchError(
             f"leaf {label}: `like` has dtype {wish.dtype}, the checkpoint {stored.dtype}; "
             "change `like`, or pass RestoreOptions(cast=True) to convert"
@@ -226,7 +231,7 @@ def _check_same(label: str, wish: Any, stored: Any, *, cast: bool) -> None:
 def _check_divides(label: str, sharding: Sharding, shape: tuple[int, ...]) -> None:
     try:
         sharding.shard_shape(shape)
-    except ValueError as error:
+    except (ValueError, IndexError) as error:
         raise LeafMismatchError(
             f"leaf {label}: the sharding in `like` does not fit its shape {shape}: {error}"
         ) from error
@@ -284,7 +289,7 @@ class _Restoring:
     async def start(self, batch: list[_Want], tasks: Tasks) -> None:
         """Begin a batch as a task, once the host memory that it needs is free."""
         held = sum(want.leaf.nbytes for want in batch if not self._stays_on_host(want))
-        if len(batch) == 1 and held > self._waiting.limit and batch[0].target and batch[0].target.sharding:
+        if len(batch) == 1 and held > self._waiting.limit and batch[0].target and can_fill(batch[0].target):
             tasks.create_task(self._stream(batch[0], batch[0].target))
             return
         await self._waiting.acquire(held)

@@ -1,6 +1,7 @@
 """Arrays -> durable files: a tree becomes a published checkpoint, or each array a Zarr array of its own."""
 
 import errno
+import itertools
 import re
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -177,8 +178,7 @@ def _claim(targets: Sequence[Location], *, overwrite: bool) -> list[str]:
 
     Returns the directories that got a new entry.
     """
-    if len(set(targets)) != len(targets):
-        raise ValueError("two arrays have the same path; every array needs a path of its own")
+    _check_apart(targets)
     stale = [(target, _stale_files(target, overwrite=overwrite)) for target in targets]
     for target, names in stale:
         for name in names:
@@ -186,10 +186,19 @@ def _claim(targets: Sequence[Location], *, overwrite: bool) -> list[str]:
     return [entry for target in targets for entry in target.make()]
 
 
+def _check_apart(targets: Sequence[Location]) -> None:
+    ordered = sorted(targets, key=lambda target: target.real_path.split("/"))
+    for outer, inner in itertools.pairwise(ordered):
+        if inner.real_path == outer.real_path:
+            raise ValueError(f"two arrays have the same path; every array needs a path of its own ({outer}, {inner})")
+        if inner.real_path.startswith(f"{outer.real_path}/"):
+            raise ValueError(f"{inner} is inside of {outer}, the path of another array; every array needs its own")
+
+
 def _stale_files(target: Location, *, overwrite: bool) -> list[str]:
     """The files of the array at `target`, or of an unfinished one: its commit, `zarr.json`, first."""
     found = target.names() or []
-    foreign = sorted(name for name in found if not _ARRAY_FILE.fullmatch(name))
+    foreign = sorted(name for name in found if not (_ARRAY_FILE.fullmatch(name) and target.is_file(name)))
     if foreign:
         raise CheckpointExistsError(
             errno.EEXIST,

@@ -131,8 +131,7 @@ class PinnedCopies:
 class Staging:
     """One fixed buffer, cut into slots that are used again and again. Belongs to one event loop."""
 
-    def __init__(self, slot_bytes: int, limit: int) -> None:
-        count = max(1, limit // max(1, slot_bytes))
+    def __init__(self, slot_bytes: int, count: int) -> None:
         self.nbytes = count * slot_bytes
         buffer = host_bytes(self.nbytes)
         self._slots: asyncio.Queue[np.ndarray[Any, Any]] = asyncio.Queue()
@@ -261,6 +260,14 @@ def _assemble(targets: Sequence[Target], arrays: Sequence[jax.Array], counts: Se
         else:
             built.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, list(parts)))
     return built
+
+
+def can_fill(target: Target) -> bool:
+    """Whether shards of `target` can be filled in place: in the memory that computations run on."""
+    if target.sharding is None:
+        return False
+    device = next(iter(target.sharding.device_set))
+    return target.sharding.memory_kind in (None, device.default_memory().kind)
 
 
 def blank(target: Target, placement: Placement) -> dict[Device, jax.Array]:

@@ -1,7 +1,9 @@
 """A pytree <-> leaves with paths and names, and the structure as records. Pure."""
 
 import collections
+import itertools
 import keyword
+import math
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,36 +20,52 @@ from jax.tree_util import DictKey, FlattenedIndexKey, GetAttrKey, SequenceKey
 from jaxckpt._errors import CorruptCheckpointError, UnsupportedLeafError
 from jaxckpt._manifest import Node, digest, is_stored_dtype
 
-Path = tuple[str, ...]
-"""The keys that lead to a leaf, each as text: what leaves are matched and named by."""
+Path = tuple[Any, ...]
+"""The keys that lead to a leaf, types kept: what leaves are matched and named by."""
 
 _UNSAFE = re.compile(r"[^A-Za-z0-9_.-]")
 _AWKWARD = re.compile(r"(?:(?i:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?|zarr\.json|.*\.|.*\.__lock)")
 _LONGEST_COMPONENT = 150
 _LONGEST_NAME = 600
-_DEEPEST = 1000
+_DEEPEST = 500
 
 
 @dataclass(frozen=True, slots=True)
 class Flat:
-    """A pytree taken apart: its leaves, the path to each, and what is needed to describe it."""
+    """A pytree taken apart: its leaves, the path to each, and what is needed to describe it.
+
+    `ends` are the paths to the leaves and to what is empty, in order; an empty one is
+    marked. They are where the keys of children without leaves are known from.
+    """
 
     leaves: list[Any]
     paths: list[Path]
-    keys: list[tuple[Any, ...]]
+    ends: list[tuple[Path, bool]]
     treedef: Any
 
 
 def flatten(tree: Any) -> Flat:
-    """Take `tree` apart in JAX's order of leaves. None is structure, not a leaf."""
-    pairs, treedef = jax.tree_util.tree_flatten_with_path(tree)
-    keys = [tuple(_key(entry) for entry in entries) for entries, _ in pairs]
-    return Flat([leaf for _, leaf in pairs], [tuple(map(str, path)) for path in keys], keys, treedef)
+    """Take `tree` apart in JAX's order of leaves. None is structure, not a leaf.
+
+    Raises:
+        UnsupportedLeafError: It is nested too deeply, or two leaves have the same path.
+    """
+    _check_depth(tree)
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=_is_empty)[0]
+    treedef = jax.tree_util.tree_structure(tree)
+    ends = [(tuple(map(_key, entries)), _is_empty(leaf)) for entries, leaf in pairs]
+    paths = [path for path, empty in ends if not empty]
+    if len(set(paths)) != len(paths):
+        twice = next(path for path, count in collections.Counter(paths).items() if count > 1)
+        raise UnsupportedLeafError(
+            f"two leaves have the path {display(twice)}: a registered node gives two children one key"
+        )
+    return Flat([leaf for _, leaf in pairs if not _is_empty(leaf)], paths, ends, treedef)
 
 
 def display(path: Path) -> str:
     """The path for messages."""
-    return "/".join(path) if path else "(the tree itself is one leaf)"
+    return "/".join(map(str, path)) if path else "(the tree itself is one leaf)"
 
 
 def kind_of(leaf: Any, path: Path) -> str:
@@ -73,10 +91,9 @@ def kind_of(leaf: Any, path: Path) -> str:
                     f"leaf {display(path)} has dtype {leaf.dtype!r}; expected a number or bool in native byte order"
                 )
             return "numpy" if isinstance(leaf, np.ndarray) else "scalar"
-        case str():
-            _check_text(leaf, path)
-            return "value"
-        case bool() | int() | float() | complex():
+        case bool() | int() | float() | complex() | str() if type(leaf) in (bool, int, float, complex, str):
+            if isinstance(leaf, str):
+                _check_text(leaf, path)
             return "value"
         case _:
             raise UnsupportedLeafError(
@@ -93,24 +110,27 @@ def nodes(flat: Flat) -> list[Node]:
         UnsupportedLeafError: A dict key is of a type that JSON cannot keep.
     """
     found: list[Node] = []
+    ends = iter(flat.ends)
+    leaves = itertools.count()
+    path, is_empty = next(ends, ((), False))
 
-    def visit(treedef: Any, first: int, depth: int) -> int:
+    def visit(treedef: Any, depth: int) -> int:
+        """Describe a subtree; `path` is that of the first end which has not been passed."""
+        nonlocal path, is_empty
         node_data = treedef.node_data()
-        if node_data is None and treedef.num_leaves == 1:
-            return first
-        children, keys, at = [], [], first
+        children, keys = [], []
         for child in treedef.children():
-            has_leaf = child.num_leaves > 0
-            keys.append(flat.keys[at][depth] if has_leaf else None)
-            children.append(visit(child, at, depth + 1))
-            at += child.num_leaves
+            before = path
+            children.append(visit(child, depth + 1))
+            keys.append(before[depth] if path is not before else None)
+        if not children and len(path) == depth and (is_empty or node_data is None):
+            path, is_empty = next(ends, ((), False))
+        if node_data is None:
+            return next(leaves)
         found.append(_node(node_data, keys, children))
         return ~(len(found) - 1)
 
-    try:
-        visit(flat.treedef, 0, 0)
-    except RecursionError:
-        raise UnsupportedLeafError("the tree is nested too deeply to be saved; flatten it first") from None
+    visit(flat.treedef, 0)
     return found
 
 
@@ -170,7 +190,7 @@ def names(leaf_paths: Sequence[Path]) -> list[str]:
 
 
 def _name(path: Path) -> str:
-    components = [_component(key) for key in path]
+    components = [_component(str(key)) for key in path]
     name = "/".join(components) or "leaf"
     if len(name) > _LONGEST_NAME or any(len(c) > _LONGEST_COMPONENT for c in components):
         return f"{name[:60].replace('/', '.').rstrip('%.')}~{_hash(path)}"
@@ -196,16 +216,40 @@ def _hash(path: Path) -> str:
     return digest(msgspec.json.encode(path))
 
 
+def _check_depth(tree: Any) -> None:
+    """Refuse what would exhaust the stack: JAX leaves the thread unusable when that happens inside of it."""
+    pending = [(tree, 0)]
+    while pending:
+        node, depth = pending.pop()
+        if depth > _DEEPEST:
+            raise UnsupportedLeafError(f"the tree is nested too deeply: more than {_DEEPEST} levels; flatten it first")
+        if isinstance(node, dict | list | tuple):
+            children = node.values() if isinstance(node, dict) else node
+            pending.extend((child, depth + 1) for child in children if isinstance(child, dict | list | tuple))
+
+
+def _is_empty(node: Any) -> bool:
+    """Whether `node` is structure without children."""
+    return node is None or (isinstance(node, dict | list | tuple) and not node)
+
+
 def _key(entry: Any) -> Any:
     match entry:
         case DictKey(key) | FlattenedIndexKey(key):
-            return key
+            return key if _is_plain(key) else str(key)
         case SequenceKey(index):
             return index
         case GetAttrKey(name):
             return name
         case _:
             return str(entry)
+
+
+def _is_plain(key: Any) -> bool:
+    """Whether JSON keeps the key: itself, or as a list where it is a tuple."""
+    if type(key) is tuple:
+        return all(map(_is_plain, key))
+    return type(key) in (str, int, bool, type(None)) or (type(key) is float and math.isfinite(key))
 
 
 def _check_text(text: str, path: Path) -> None:
@@ -233,7 +277,7 @@ def _node(node_data: Any, keys: list[Any], children: list[int]) -> Node:
     if kind in (dict, collections.OrderedDict, collections.defaultdict):
         dict_keys = data[1] if kind is collections.defaultdict else data
         return Node(type="dict", keys=[_plain_key(key) for key in dict_keys], children=children)
-    fields = [str(position) if key is None else str(key) for position, key in enumerate(keys)]
+    fields = [position if key is None else _listed_key(key) for position, key in enumerate(keys)]
     return Node(type="object", name=f"{kind.__module__}.{kind.__qualname__}", keys=fields, children=children)
 
 
@@ -242,17 +286,21 @@ def _is_namedtuple(kind: Any) -> bool:
 
 
 def _plain_key(key: Any) -> Any:
+    """A dict key as JSON keeps it."""
     if type(key) is tuple:
         return [_plain_key(part) for part in key]
-    if type(key) is str:
+    if not _is_plain(key):
+        raise UnsupportedLeafError(
+            f"the dict key {key!r} is of type {type(key).__qualname__}; expected str, int, "
+            "a finite float, bool, None or a tuple of them"
+        )
+    return _listed_key(key)
+
+
+def _listed_key(key: Any) -> Any:
+    if isinstance(key, str):
         _check_text(key, (key,))
-        return key
-    if type(key) in (int, bool, type(None)) or (type(key) is float and np.isfinite(key)):
-        return key
-    raise UnsupportedLeafError(
-        f"the dict key {key!r} is of type {type(key).__qualname__}; expected str, int, "
-        "a finite float, bool, None or a tuple of them"
-    )
+    return [_listed_key(part) for part in key] if isinstance(key, tuple) else key
 
 
 def _tuple_key(key: Any) -> Any:
@@ -280,10 +328,13 @@ def _build(node: Node, values: list[Any]) -> Any:
 def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
     if not all(isinstance(f, str) and f.isidentifier() and not keyword.iskeyword(f) for f in (name, *fields)):
         raise ValueError(f"{name!r} is not a namedtuple")
-    return collections.namedtuple(name, fields)
+    made = collections.namedtuple(name, fields, rename=True)
+    if made._fields != fields:
+        raise ValueError(f"{fields} are not the fields of a namedtuple")
+    return made
 
 
-def _child_keys(node: Node) -> list[str]:
+def _child_keys(node: Node) -> list[Any]:
     if node.type in ("list", "tuple"):
-        return [str(position) for position in range(len(node.children))]
-    return [str(_tuple_key(key)) for key in node.keys]
+        return list(range(len(node.children)))
+    return [_tuple_key(key) for key in node.keys]

@@ -129,8 +129,9 @@ class Writer:
         """
         parts = await self._parts(sources)
         self._progress = Progress(sum(part.nbytes for part in parts), self._on_progress)
-        slot_bytes = max((part.nbytes for part in parts if part.way == "staged" and part.source.layout), default=0)
-        self._staging = Staging(slot_bytes, self._staging_bytes if slot_bytes else 0)
+        staged = [part.nbytes for part in parts if part.way == "staged" and part.source.layout]
+        slot_bytes = max(staged, default=0)
+        self._staging = Staging(slot_bytes, min(len(staged), max(1, self._staging_bytes // max(1, slot_bytes))))
         self._budget = Budget(self._limit - self._staging.nbytes)
         self._arrays = {
             source.number: await self._open(source.layout) for source in sources if source.layout is not None

@@ -13,6 +13,7 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
+PEERS = ("jax", "jax-zarr3", "orbax", "safetensors")
 
 Run = Callable[..., tuple[subprocess.CompletedProcess[str], dict[str, Any]]]
 
@@ -62,11 +63,11 @@ def test_pinned_vs_baseline_measures_every_mode_beside_the_raw_write(run_benchma
 
 
 def test_pinned_vs_baseline_runs_the_peers_that_are_installed(run_benchmark: Run) -> None:
-    options = ["--sizes", "--variants", "auto", "jax", "orbax", "safetensors"]
+    options = ["--sizes", "--variants", "auto", *PEERS]
     done, report = run_benchmark("pinned_vs_baseline.py", *options)
     assert done.returncode == 0, done.stderr
     measured = {record["variant"] for record in report["results"]}
-    for peer in ("jax", "orbax", "safetensors"):
+    for peer in PEERS:
         assert peer in measured or f"{peer}: skipped" in done.stderr
 
 

@@ -176,7 +176,7 @@ def test_damage_to_the_manifest_is_an_error_that_names_it(tmp_path: Path, damage
 
 
 def test_an_unknown_format_version_is_refused_by_its_number(tmp_path: Path) -> None:
-    from jaxckpt import _manifest  # noqa: PLC0415
+    from jaxckpt import _manifest
 
     jaxckpt.save(tmp_path / "a", TREE)
     body = (tmp_path / "a" / "manifest.json").read_bytes().split(b'"manifest":', 1)[1].rstrip()[:-1]

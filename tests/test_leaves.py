@@ -276,12 +276,12 @@ def test_a_value_of_a_subclass_is_refused_rather_than_turned_into_its_base(tmp_p
 @pytest.mark.parametrize(
     ("saved", "like", "message"),
     [
-        (1, 1.0, "leaf x: `like` asks for float, the checkpoint has the Python int 1"),
-        (1, True, "leaf x: `like` asks for bool, the checkpoint has the Python int 1"),
-        (True, 1, "leaf x: `like` asks for int, the checkpoint has the Python bool True"),
-        ("a", 1, "leaf x: `like` asks for int, the checkpoint has the Python str 'a'"),
-        (1, np.zeros(()), "leaf x: `like` asks for ndarray, the checkpoint has the Python int 1"),
-        (10**5000, "a", "leaf x: `like` asks for str, the checkpoint has the Python int"),
+        (1, 1.0, "leaf x: `like` asks for float, the checkpoint has a Python int"),
+        (1, True, "leaf x: `like` asks for bool, the checkpoint has a Python int"),
+        (True, 1, "leaf x: `like` asks for int, the checkpoint has a Python bool"),
+        ("a", 1, "leaf x: `like` asks for int, the checkpoint has a Python str"),
+        (1, np.zeros(()), "leaf x: `like` asks for ndarray, the checkpoint has a Python int"),
+        (10**5000, "a", "leaf x: `like` asks for str, the checkpoint has a Python int"),
         (np.zeros((2, 3)), 1.0, r"leaf x: `like` asks for float, the checkpoint has an array of float64\[2, 3\]"),
         (np.zeros(()), "a", "leaf x: `like` asks for str, the checkpoint has an array"),
         (1, None, "leaf x is in the checkpoint but not in `like`"),
