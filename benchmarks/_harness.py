@@ -8,7 +8,7 @@ results; it is not counted.
 Free memory. Many virtual machines hand memory that is free for about two seconds back to their host ("free page
 reporting"), and on the next touch it costs 1 to 3 s/GiB instead of 0.06. That hits hardest whoever just writes: a plain
 write of 1 GiB took from 0.5 to 3 s. `touch_free_memory` right before a timed phase lets every variant start with as
-much free memory that the machine really has; what a variant needs beyond, it pays for.
+much free memory that the machine really has; what a variant needs beyond, it pays for. `--cold` leaves it out.
 
 Memory. A variant that is compared by memory runs in a `Worker`, a process of its own, so that the caches and the
 freed heap of one variant are never the baseline of another. There `PeakMemory` reads the kernel's high-water mark of
@@ -66,6 +66,7 @@ def arguments(description: str) -> argparse.ArgumentParser:
         "--dir", type=Path, default=Path(tempfile.gettempdir()), help="write here: a real disk (default: %(default)s)"
     )
     parser.add_argument("--rounds", type=int, help="rounds behind every median (default: 5)")
+    parser.add_argument("--cold", action="store_true", help="do not touch free memory before a timed phase")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every round's figures here")
     return parser
 

@@ -34,7 +34,7 @@ from _harness import (
     medians,
     print_machine,
     print_table,
-    rss,
+    settled_rss,
     show,
     use_cpu_devices,
     write_json,
@@ -90,7 +90,7 @@ class Row:
 def compared(names: Sequence[str], workload: Workload, options: argparse.Namespace) -> dict[str, Figures]:
     """The medians of jaxckpt's default mode and the peers named, as far as they are installed."""
     variants = installed([VARIANTS[name] for name in ("auto", *names)])
-    return medians(compare(variants, [workload], options.rounds, options.dir)[workload.name])
+    return medians(compare(variants, [workload], options)[workload.name])
 
 
 def ratios(area: str, found: dict[str, Figures], figure: str, bars: dict[str, float]) -> list[Row]:
@@ -134,7 +134,7 @@ def measure_memory(options: argparse.Namespace) -> list[Row]:
     variants = [
         jaxckpt_variant(mode, "", jaxckpt.SaveOptions(transfer=mode, max_host_bytes=BUDGET_BYTES)) for mode in BUDGETED
     ]
-    found = medians(compare(variants, [workload], options.rounds, options.dir)[workload.name])
+    found = medians(compare(variants, [workload], options)[workload.name])
     most = BUDGET_BYTES + 64 * MIB
     return [
         Row("memory", f"big: peak memory, {mode}, 256 MiB budget", "save_peak_bytes", figures["save_peak_bytes"], most)
@@ -373,18 +373,20 @@ def measure_floor(options: argparse.Namespace) -> list[Row]:
 
 
 def floor_growth(mode: Mode, leaf_bytes: int, saves: int, parent: Path) -> float:
-    """By how many bytes the least resident memory of the last ten saves exceeds that of the sixth to fifteenth.
+    """By how many bytes the least resident memory of the last quarter of the saves exceeds that of an early quarter.
 
-    Each saves four new arrays. Free heap is not given back by hand in between: nobody who trains does that.
+    Each saves four new arrays. Garbage and free heap are given back before every look, because JAX frees arrays in
+    threads of its own: making and dropping such arrays without any save moves the resident memory by 80 MiB.
     """
     workload = Workload("floor", 4, whole_rows(leaf_bytes), jax.device_count())
-    resident: list[int] = []
+    resident: list[float] = []
     for _ in range(saves):
         with fresh_directory(parent) as directory:
             options = jaxckpt.SaveOptions(transfer=mode)
             jaxckpt.save(directory / "checkpoint", workload.on_devices(), options=options)
-        resident.append(rss())
-    return min(resident[-10:]) - min(resident[5:15])
+        resident.append(settled_rss())
+    quarter = saves // 4
+    return min(resident[-quarter:]) - min(resident[10 : 10 + quarter])
 
 
 AREAS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {

@@ -338,17 +338,21 @@ def _is_importable(package: str) -> bool:
         return False
 
 
-def save_and_restore(variant: Variant, workload: Workload, directory: Path, check: bool) -> Figures:
-    """One turn: save new arrays, move the files, restore them; with `check`, compare every bit."""
+def save_and_restore(variant: Variant, workload: Workload, cold: bool, directory: Path, check: bool) -> Figures:
+    """One turn: save new arrays, move the files, restore them; with `check`, compare every bit.
+
+    Unless `cold`, free memory is touched first (see `touch_free_memory`): enough for the files in the page cache and a
+    copy of the arrays, and for a restore as much as the neediest peer takes.
+    """
     tree = workload.host() if variant.from_host else workload.on_devices()
-    touch_free_memory(2 * workload.nbytes)  # the files in the page cache, and a copy of the arrays
+    touch_free_memory(0 if cold else 2 * workload.nbytes)
     figures = _timed_save(variant, directory / "saved", tree)
     del tree
     if variant.restore is None:
         return figures
     moved = (directory / "saved").rename(directory / "moved")
     os.sync()
-    touch_free_memory(workload.device_bytes + 2 * workload.nbytes)  # as much as the neediest peer takes
+    touch_free_memory(0 if cold else workload.device_bytes + 2 * workload.nbytes)
     with PeakMemory() as memory:
         began = time.perf_counter()
         restored = jax.block_until_ready(variant.restore(moved, workload.like()))
@@ -391,16 +395,16 @@ def check_equal(variant: str, workload: Workload, restored: Tree) -> None:
 
 
 def compare(
-    variants: Sequence[Variant], workloads: Sequence[Workload], rounds: int, parent: Path
+    variants: Sequence[Variant], workloads: Sequence[Workload], options: argparse.Namespace
 ) -> dict[str, Samples]:
     """Workload name -> the samples of every variant, each variant in a process of its own."""
     with ExitStack() as stack:
         workers = {variant.name: stack.enter_context(Worker()) for variant in variants}
         return {
             workload.name: interleave(
-                {v.name: partial(workers[v.name].call, save_and_restore, v, workload) for v in variants},
-                rounds,
-                parent,
+                {v.name: partial(workers[v.name].call, save_and_restore, v, workload, options.cold) for v in variants},
+                options.rounds,
+                options.dir,
                 workload.name,
             )
             for workload in workloads
@@ -499,7 +503,7 @@ def main() -> None:
     variants = installed([VARIANTS[name] for name in options.variants])
     workloads = [big(options.scale), small(options.scale)]
     points = sweep(options.sizes, options.shards)
-    results = compare(variants, workloads + points, options.rounds, options.dir)
+    results = compare(variants, workloads + points, options)
     for workload in workloads:
         print_workload(workload, results[workload.name])
     swept = {workload.name: results[workload.name] for workload in points}

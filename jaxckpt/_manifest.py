@@ -53,8 +53,12 @@ _CORE_DTYPES = frozenset(
 )
 
 
-class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Base of all records: immutable, typed when decoded, strict about what it holds."""
+class Record(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True, gc=False):
+    """Base of all records: immutable, typed when decoded, strict about what it holds.
+
+    They refer to nothing that refers to them, so the collector need not look at them: with
+    ten thousands of leaves it would stop every thread for a tenth of a second.
+    """
 
 
 class Node(Record):

@@ -5,12 +5,13 @@ import math
 from collections import defaultdict
 from collections.abc import Generator, Iterable, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
+from msgspec import Struct
 
 from jaxckpt._budget import Budget, Progress
+from jaxckpt._collector import paused_collector
 from jaxckpt._errors import CheckpointNotFoundError, CorruptCheckpointError
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece, digest
@@ -27,8 +28,7 @@ _GAP = memoryview(bytearray(4096))
 """Where the padding between the members of a pack is read to; nobody looks at it."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wanted:
+class Wanted(Struct, frozen=True, gc=False):
     """The boxes of one stored leaf that are to be read."""
 
     name: str
@@ -38,8 +38,7 @@ class Wanted:
     pieces: Sequence["Stored"]
 
 
-@dataclass(frozen=True, slots=True)
-class Stored:
+class Stored(Struct, frozen=True, gc=False):
     """A piece, and the file that holds it."""
 
     piece: Piece
@@ -55,8 +54,7 @@ class Stored:
         return f"{self.location}/{self.file.name}"
 
 
-@dataclass(frozen=True, slots=True)
-class _Copy:
+class _Copy(Struct, frozen=True, gc=False):
     """A box of a block that belongs into an array: both sides' numpy indices."""
 
     into: np.ndarray[Any, Any]
@@ -64,8 +62,7 @@ class _Copy:
     of: tuple[Any, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Read:
+class _Read(Struct, frozen=True, gc=False):
     """One block, `nbytes` from `offset` of a file.
 
     It is read straight into `buffer`, or where that is None into scratch memory, from
@@ -89,6 +86,7 @@ class _Read:
         return self.block.nbytes if self.buffer is None else 0
 
 
+@paused_collector()
 def by_leaf(indexes: Iterable[tuple[Index, Location]], where: str) -> dict[int, list[Stored]]:
     """The pieces of every leaf.
 
@@ -165,6 +163,7 @@ class Reader:
             self._scratch.release(scratch_nbytes)
         self._progress.add(sum(read.block.nbytes for read in run))
 
+    @paused_collector()
     def _plan(self, leaves: Sequence[Wanted]) -> tuple[list[Boxes], list[list[_Read]]]:
         found: list[Boxes] = []
         reads: list[_Read] = []
@@ -245,6 +244,7 @@ def _runs(reads: list[_Read]) -> list[list[_Read]]:
     return runs
 
 
+@paused_collector()
 def _execute(run: list[_Read], *, verify: bool) -> None:
     """Read, check and copy the blocks of one run. Blocks."""
     buffers = [host_bytes(read.block.nbytes) if read.buffer is None else read.buffer for read in run]

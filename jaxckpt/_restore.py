@@ -14,6 +14,7 @@ from jax.sharding import Sharding
 
 from jaxckpt import _commit, _reader, _store, _tree
 from jaxckpt._budget import Budget, Progress, default_host_bytes
+from jaxckpt._collector import paused_collector
 from jaxckpt._errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
@@ -51,8 +52,7 @@ class Request:
     on_progress: Callable[[int, int], None] | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class _Want:
+class _Want(msgspec.Struct, frozen=True, gc=False):
     """A stored leaf and what it is to become.
 
     `target` is set for a jax.Array, None for numpy. `dtype` differs from the stored one
@@ -104,18 +104,19 @@ async def restore_arrays(
 
 
 async def _restore(root: Location, manifest: Manifest, like: Any, request: Request) -> Any:
-    paths = _tree.paths(manifest.tree, len(manifest.leaves), str(root))
-    treedef, asked = _asked_for(manifest, paths, like, request)
-    values: dict[int, Any] = {
-        number: _python_value(manifest.leaves[number], wish, paths[number], request.options)
-        for number, wish in asked
-        if manifest.leaves[number].kind == "value"
-    }
-    wants = [
-        _want(number, manifest.leaves[number], wish, _tree.display(paths[number]), request)
-        for number, wish in asked
-        if number not in values
-    ]
+    with paused_collector():
+        paths = _tree.paths(manifest.tree, len(manifest.leaves), str(root))
+        treedef, asked = _asked_for(manifest, paths, like, request)
+        values: dict[int, Any] = {
+            number: _python_value(manifest.leaves[number], wish, paths[number], request.options)
+            for number, wish in asked
+            if manifest.leaves[number].kind == "value"
+        }
+        wants = [
+            _want(number, manifest.leaves[number], wish, _tree.display(paths[number]), request)
+            for number, wish in asked
+            if number not in values
+        ]
     data = root.child(manifest.data)
     indexes = [(await in_thread(_read_index, data, file), data) for file in manifest.indexes]
     values |= await _read_all(wants, _reader.by_leaf(indexes, str(root)), request)
@@ -143,7 +144,8 @@ def _asked_for(
             f"leaf {_tree.display(missing[0])} is in `like` but not in the checkpoint{_others(missing)}; "
             f"the checkpoint has {len(paths)} leaves{_closest(missing[0], paths)}"
         )
-    if not request.options.partial and (surplus := [path for path in paths if path not in set(flat.paths)]):
+    asked = set(flat.paths)
+    if not request.options.partial and (surplus := [path for path in paths if path not in asked]):
         raise LeafMismatchError(
             f"leaf {_tree.display(surplus[0])} is in the checkpoint but not in `like`{_others(surplus)}; "
             "add it, or pass RestoreOptions(partial=True) to restore a part of the tree"
@@ -248,8 +250,9 @@ async def _read_all(wants: Sequence[_Want], pieces: dict[int, list[Stored]], req
     """Read and place everything, in batches that overlap within the budget."""
     limit = request.options.max_host_bytes or default_host_bytes()
     restoring = _Restoring(request, pieces, limit, sum(want.leaf.nbytes for want in wants))
-    for want in wants:
-        _reader.check(want.leaf.name, want.leaf.shape, dtype_named(want.leaf.dtype), pieces.get(want.number, ()))
+    with paused_collector():
+        for want in wants:
+            _reader.check(want.leaf.name, want.leaf.shape, dtype_named(want.leaf.dtype), pieces.get(want.number, ()))
     async with Tasks() as tasks:
         for batch in _batches(wants, min(_BATCH_BYTES, limit // 4)):
             await restoring.start(batch, tasks)
@@ -324,6 +327,7 @@ class _Restoring:
         return Wanted(leaf.name, leaf.shape, dtype_named(leaf.dtype), boxes, self._pieces.get(want.number, ()))
 
 
+@paused_collector()
 def _finish(batch: Sequence[_Want], hosts: Sequence[Boxes], placement: Placement) -> dict[int, Any]:
     """Turn host arrays into what was wanted, all jax.Arrays of the batch with one call."""
     cast = [

@@ -16,6 +16,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from jaxckpt import _commit, _store, _tree
+from jaxckpt._collector import paused_collector
 from jaxckpt._errors import CheckpointExistsError, UnsupportedLeafError
 from jaxckpt._info import CheckpointInfo, info
 from jaxckpt._location import Location
@@ -62,9 +63,10 @@ class Request:
 async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
     """Write `tree` as a checkpoint at `root`. It exists, durably, when this returns, and not before."""
     began = time.monotonic()
-    flat = _tree.flatten(tree)
-    kinds = [_tree.kind_of(leaf, path) for leaf, path in zip(flat.leaves, flat.paths, strict=True)]
-    nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
+    with paused_collector():
+        flat = _tree.flatten(tree)
+        kinds = [_tree.kind_of(leaf, path) for leaf, path in zip(flat.leaves, flat.paths, strict=True)]
+        nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
     attempt = _commit.Attempt(root, overwrite=request.overwrite)
     captured_seconds = 0.0
 
@@ -83,18 +85,21 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         }
         index = await writer.write(list(sources.values()), attempt.data, captured)
         index, index_file = await in_thread(_write_records, attempt.data, index, writer.layouts(sources.values()))
+        timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
+        with paused_collector():
+            leaves = [
+                _leaf(leaf, kind, name, sources.get(number))
+                for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
+            ]
         manifest = Manifest(
             format_version=FORMAT_VERSION,
             attempt=attempt.id,
             created=attempt.created,
             versions={"jaxckpt": version("jaxckpt"), "jax": jax.__version__},
             tree=nodes,
-            leaves=[
-                _leaf(leaf, kind, name, sources.get(number))
-                for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
-            ],
+            leaves=leaves,
             indexes=[index_file],
-            timings=Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began),
+            timings=timings,
         )
         await in_thread(attempt.publish, manifest, _directories(attempt.data, index))
     except BaseException:

@@ -2,13 +2,13 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
 import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
+from msgspec import Struct
 
 from jaxckpt._manifest import ShardingInfo
 
@@ -20,8 +20,7 @@ BLOCK_BYTES = 16 << 20
 """A piece is hashed in blocks of at most this many of its array bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class Slice:
+class Slice(Struct, frozen=True, gc=False):
     """A box of an array: where it starts (inclusive) and how long it is, on every axis."""
 
     start: Shape
@@ -56,8 +55,7 @@ class Slice:
         return Slice(tuple(start), tuple(shape))
 
 
-@dataclass(frozen=True, slots=True)
-class Block:
+class Block(Struct, frozen=True, gc=False):
     """A contiguous run of a piece's bytes that is a box of it too: the unit of hashing and reading."""
 
     slice: Slice

@@ -24,6 +24,7 @@ import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
+from msgspec import Struct
 
 from jaxckpt._options import Transfer
 from jaxckpt._shards import Device, Slice, owned, wanted
@@ -41,8 +42,7 @@ _ALIGNMENT = 64
 _MAPPED_BYTES = 1 << 20
 
 
-@dataclass(frozen=True, slots=True)
-class Shard:
+class Shard(Struct, frozen=True, gc=False):
     """A part of an array that this process stores, on its device."""
 
     slice: Slice
@@ -199,8 +199,7 @@ class Placement:
         return self.x64 or dtype.name not in ("int64", "uint64", "float64", "complex128")
 
 
-@dataclass(frozen=True, slots=True)
-class Target:
+class Target(Struct, frozen=True, gc=False):
     """What a restored array is to be: on which sharding, or None for the default device."""
 
     shape: tuple[int, ...]

@@ -5,14 +5,17 @@ import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import jax
 import numpy as np
+from msgspec import Struct
+from msgspec.structs import replace
 
 from jaxckpt import _packs, _store
 from jaxckpt._budget import Budget, Progress, default_host_bytes
+from jaxckpt._collector import paused_collector
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
@@ -47,8 +50,7 @@ class Layout:
         return _store.zarr_json(self.shape, self.dtype, self.chunk, attributes)
 
 
-@dataclass(frozen=True, slots=True)
-class Source:
+class Source(Struct, frozen=True, gc=False):
     """An array to be written as leaf `number`: a Zarr array of its own, or packed where `layout` is None."""
 
     number: int
@@ -56,8 +58,7 @@ class Source:
     layout: Layout | None
 
 
-@dataclass(frozen=True, slots=True)
-class _Part:
+class _Part(Struct, frozen=True, gc=False):
     """The box `box` of a source, to be taken from `data`, which covers the box `held`."""
 
     source: Source
@@ -154,13 +155,14 @@ class Writer:
 
     async def _parts(self, sources: Sequence[Source]) -> list[_Part]:
         """All parts in the order of the sources; shards that the host can address become views here."""
-        found: list[_Part] = []
-        for source in sources:
-            if isinstance(source.data, jax.Array):
-                for shard in shards(source.data):
-                    found.extend(self._shard_parts(source, shard))
-            else:
-                found.extend(self._numpy_parts(source))
+        with paused_collector():
+            found: list[_Part] = []
+            for source in sources:
+                if isinstance(source.data, jax.Array):
+                    for shard in shards(source.data):
+                        found.extend(self._shard_parts(source, shard))
+                else:
+                    found.extend(self._numpy_parts(source))
         return await in_thread(_with_views, found)
 
     def _shard_parts(self, source: Source, shard: Shard) -> list[_Part]:
@@ -179,6 +181,7 @@ class Writer:
         boxes = chunks(box, source.layout.chunk) if source.layout else [box]
         return [_Part(source, part, source.data, box, "copied") for part in boxes]
 
+    @paused_collector()
     def _pack_jobs(self, parts: Sequence[_Part], packs: Location | None) -> list[_PackJob]:
         small = [part for part in parts if part.source.layout is None]
         jobs = []
@@ -217,7 +220,7 @@ class Writer:
                 yield part.data
             case "pinned":
                 async with self._budget.reserve(part.nbytes):
-                    finish = await in_thread(self._copies.start, [part.data])
+                    finish = self._copies.start([part.data])  # quick, and so all allocated by one thread
                     captured.set()
                     (host,) = await in_thread(finish)
                     yield host
@@ -249,7 +252,7 @@ class Writer:
         later = [member for member in job.members if member[0].way == "direct"]
         async with self._budget.reserve(job.layout.chunk_nbytes * (2 if pinned else 1)):
             buffer = host_bytes(job.layout.chunk_nbytes)
-            finish = await in_thread(self._copies.start, [part.data for part, _ in pinned])
+            finish = self._copies.start([part.data for part, _ in pinned])
             hashed = await self._fill(buffer, now)
             captured.set()
             hosts = await in_thread(finish)
@@ -275,6 +278,7 @@ class Writer:
         self._files[file.name] = file
         self._pieces.append((leaf, box, file.name, offset, hashes))
 
+    @paused_collector()
     def _index(self) -> Index:
         """All that was written, in an order that does not depend on which write ended first."""
         files = sorted(self._files)
@@ -292,10 +296,12 @@ def _is_captured(job: _Part | _PackJob) -> bool:
     return all(part.way == "direct" for part in parts)
 
 
+@paused_collector()
 def _with_views(parts: list[_Part]) -> list[_Part]:
     return [replace(part, data=view(part.data)) if part.way == "direct" else part for part in parts]
 
 
+@paused_collector()
 def _fill(buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[tuple[_Part, int, list[str]]]:
     filled: list[tuple[_Part, int, list[str]]] = []
     for part, offset in members:

@@ -1,6 +1,7 @@
 """Saves in the background: what is captured, how failures surface, what a cancelled or forgotten save leaves."""
 
 import asyncio
+import gc
 import resource
 import threading
 from collections.abc import Callable, Generator
@@ -271,3 +272,12 @@ def test_a_reader_that_is_overtaken_by_overwrites_sees_one_whole_tree(tmp_path: 
         seen |= values
     writer.join()
     assert len(seen) > 1
+
+
+def test_the_garbage_collector_is_left_as_it_was(tmp_path: Path) -> None:
+    tree = {"w": jnp.ones(10)}
+    for enabled in (False, True):
+        (gc.enable if enabled else gc.disable)()
+        jaxckpt.save(tmp_path / "a", tree, overwrite=True)
+        jaxckpt.restore(tmp_path / "a", tree)
+        assert gc.isenabled() == enabled

@@ -94,7 +94,7 @@ def test_a_variant_that_restores_wrong_values_fails_the_benchmark(
     workload = benchmark.Workload("tiny", 2, 4096 * jax.device_count(), jax.device_count())
     for name in ("honest", "wrong"):
         (tmp_path / name).mkdir()
-    benchmark.save_and_restore(honest, workload, tmp_path / "honest", True)
+    benchmark.save_and_restore(honest, workload, True, tmp_path / "honest", True)
     wrong = benchmark.Variant("wrong", "", honest.begin, restore_doubled)
     with pytest.raises(benchmark.WrongValuesError, match="wrong, tiny, layer00000: other values on"):
-        benchmark.save_and_restore(wrong, workload, tmp_path / "wrong", True)
+        benchmark.save_and_restore(wrong, workload, True, tmp_path / "wrong", True)

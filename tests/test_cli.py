@@ -389,7 +389,8 @@ def test_wrong_usage_is_status_2(arguments: list[str], message: str) -> None:
 
 def test_every_save_option_reaches_the_library(weights: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seen = spy(monkeypatch, "save")
-    flags = "--overwrite --transfer staged --max-host-bytes 1.5GiB --pack-below-bytes 0 --chunk-bytes 64KiB --timeout-seconds 9"
+    flags = "--overwrite --transfer staged --max-host-bytes 1.5GiB --pack-below-bytes 0"
+    flags += " --chunk-bytes 64KiB --timeout-seconds 9"
     assert run("save", weights, tmp_path / "ckpt", *flags.split()).exit_code == 0
     assert seen["overwrite"] is True
     assert seen["options"] == jaxckpt.SaveOptions(
