@@ -181,7 +181,9 @@ def test_every_dtype_of_jax_comes_back_bit_for_bit(tmp_path: Path, name: str, pa
         array = jax.block_until_ready(jnp.asarray(values))
     except jax.errors.JaxRuntimeError as error:
         pytest.skip(f"this XLA cannot hold it: {error}")
-    tree = {"array": array, "scalar": array[1], "empty": array[:0], "numpy": values, "numpy scalar": values[1]}
+    # Made on the host: some XLA versions abort when they compile the indexing of float6.
+    scalar, empty = jnp.asarray(values[1]), jnp.asarray(values[:0])
+    tree = {"array": array, "scalar": scalar, "empty": empty, "numpy": values, "numpy scalar": values[1]}
     jaxckpt.save(tmp_path / "c", tree, options=SaveOptions(pack_below_bytes=pack_below_bytes))
     for like in (None, tree):
         found = jaxckpt.restore(tmp_path / "c", like)
