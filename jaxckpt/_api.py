@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 import jax
 
 from jaxckpt import _restore, _save
-from jaxckpt._errors import LeafMismatchError
+from jaxckpt._errors import CheckpointError, LeafMismatchError
 from jaxckpt._info import CheckpointInfo
 from jaxckpt._location import Location, PathLike, parse
 from jaxckpt._options import RestoreOptions, SaveOptions
@@ -189,6 +189,7 @@ async def async_serialize(
     Source: https://github.com/jax-ml/jax/pull/22114, and `jax.experimental.array_serialization`.
     """
     raise_lost_failure()
+    _check_single_process()
     flat = flatten(arrays)
     targets = _locations(paths, flat)
     chosen = _checked(options, SaveOptions)
@@ -236,6 +237,7 @@ def _start(
     captured: Callable[[], None] = lambda: None,
 ) -> Running[CheckpointInfo]:
     raise_lost_failure()
+    _check_single_process()
     chosen = _checked(options, SaveOptions)
     request = _save.Request(chosen, overwrite, on_progress, copy_numpy, captured)
     return Running(partial(_save.save, parse(path), tree, request), chosen.timeout_seconds, "save")
@@ -263,6 +265,14 @@ def _locations(paths: Any, flat: Flat) -> list[Location]:
             "expected the same structure, or a list of paths"
         )
     return [parse(path) for path in found.leaves]
+
+
+def _check_single_process() -> None:
+    if jax.process_count() > 1:
+        raise CheckpointError(
+            f"this is one of {jax.process_count()} JAX processes, and jaxckpt commits from a single one so far; "
+            "gather the arrays to one process, or use another checkpointer"
+        )
 
 
 def _checked(options: Options | None, kind: type[Options]) -> Options:

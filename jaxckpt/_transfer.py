@@ -29,11 +29,6 @@ from msgspec import Struct
 from jaxckpt._options import Transfer
 from jaxckpt._shards import Device, Slice, owned, wanted
 
-try:
-    from jax import enable_x64
-except ImportError:  # jax < 0.8
-    from jax.experimental import enable_x64  # pyright: ignore
-
 Way = Literal["direct", "pinned", "staged"]
 
 PINNED = "pinned_host"
@@ -182,7 +177,7 @@ class Placement:
 
     @contextlib.contextmanager
     def applied(self) -> Generator[None]:
-        with enable_x64(self.x64), jax.default_device(self.default_device):
+        with jax.enable_x64(self.x64), jax.default_device(self.default_device):
             yield
 
     def shares_host_memory(self, sharding: Sharding | None) -> bool:

@@ -1,5 +1,6 @@
 """A checkpoint is there whole or not at all, and says so when it is damaged."""
 
+import asyncio
 import os
 import shutil
 import signal
@@ -9,6 +10,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -213,3 +215,14 @@ def test_paths_are_what_a_shell_would_take_them_for(
     assert len(list(tmp_path.glob("*/manifest.json"))) == 1
     assert jaxckpt.restore(spelled.format(tmp_path))["w"].sum() == 3
     assert jaxckpt.describe(spelled.format(tmp_path)).nbytes == 12
+
+
+def test_a_save_from_one_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(jax, "process_count", lambda: 2)
+    for save in (
+        lambda: jaxckpt.save(tmp_path / "a", TREE),
+        lambda: asyncio.run(jaxckpt.async_serialize([TREE["large"]], [tmp_path / "a"])),
+    ):
+        with pytest.raises(jaxckpt.CheckpointError, match=r"this is one of 2 JAX processes"):
+            save()
+    assert list(tmp_path.iterdir()) == []

@@ -137,6 +137,10 @@ def same_spelling() -> Any:
 @pytest.mark.parametrize("like", [None, same_spelling()], ids=["without like", "with like"])
 def test_keys_that_differ_by_type_only_never_meet(tmp_path: Path, like: Any, options: SaveOptions | None) -> None:
     tree = same_spelling()
+    try:
+        jax.tree_util.tree_flatten_with_path(tree)
+    except TypeError as error:
+        pytest.skip(f"this jaxlib cannot spell the path of the key None: {error}")  # jaxlib 0.8.0
     jaxckpt.save(tmp_path / "c", tree, options=options)
     assert len(set(names(tmp_path / "c"))) == 4
     found = jaxckpt.restore(tmp_path / "c", like)
