@@ -91,7 +91,7 @@ def interleave(turns: Mapping[str, Turn], rounds: int, parent: Path, title: str)
     for number in range(rounds + 1):
         print(f"{title}: {f'round {number} of {rounds}' if number else 'warm-up and check'}", file=sys.stderr)
         for name in random.Random(number).sample(names, len(names)):
-            with fresh_directory(parent) as directory:
+            with fresh_directory(parent) as directory, _naming(f"{title}, {name}"):
                 figures = turns[name](directory, number == 0)
             if number:
                 for figure, value in figures.items():
@@ -110,6 +110,16 @@ def fresh_directory(parent: Path) -> Generator[Path, None, None]:
         shutil.rmtree(directory)
 
 
+@contextmanager
+def _naming(turn: str) -> Generator[None, None, None]:
+    """Add to an error whose turn it was: a worker that was killed for its memory does not say so itself."""
+    try:
+        yield
+    except Exception as error:
+        error.add_note(f"in the turn of {turn}")
+        raise
+
+
 def medians(samples: Samples) -> dict[str, Figures]:
     """Variant -> figure -> median over the rounds."""
     return {
@@ -121,7 +131,7 @@ def medians(samples: Samples) -> dict[str, Figures]:
 class Worker:
     """A process of its own in which functions run one after another; a `with` block ends it.
 
-    One that still holds more than an eighth of the machine's memory after a call is replaced by
+    One that still holds more than a sixteenth of the machine's memory after a call is replaced by
     a fresh one before the next: TensorStore's cache in JAX's serializer keeps up to 10 GB of what
     it saved, which would push the other variants' files out of the page cache.
     """
@@ -136,7 +146,7 @@ class Worker:
     def call(self, function: Callable[..., T], *args: object) -> T:
         """What `function`, which must be importable, returns there; its error is raised here."""
         result = self._pool.submit(function, *args).result()
-        if self._pool.submit(rss).result() > memory_total() / 8:
+        if self._pool.submit(trimmed_rss).result() > memory_total() / 16:
             self._pool.shutdown()
             self._start()
         return result
@@ -144,7 +154,7 @@ class Worker:
     def _start(self) -> None:
         """Start the process and let it import what it needs while others do the same."""
         self._pool = ProcessPoolExecutor(1, multiprocessing.get_context("spawn"))
-        self._pool.submit(rss)
+        self._pool.submit(trimmed_rss)
 
 
 def in_child(function: Callable[..., T], *args: object) -> T:
@@ -184,12 +194,12 @@ def touch_free_memory(nbytes: int) -> None:
 def settled_rss() -> float:
     """This process's resident memory, in bytes, after garbage and free heap have been given back."""
     gc.collect()
+    return trimmed_rss()
+
+
+def trimmed_rss() -> int:
+    """This process's resident memory, in bytes, after free heap has been given back."""
     ctypes.CDLL(None).malloc_trim(0)
-    return rss()
-
-
-def rss() -> int:
-    """This process's resident memory, in bytes."""
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
