@@ -40,7 +40,8 @@ class SaveOptions:
     def __post_init__(self) -> None:
         if self.transfer not in get_args(Transfer):
             raise ValueError(f"transfer is {self.transfer!r}; expected one of {', '.join(get_args(Transfer))}")
-        _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
+        if self.max_host_bytes is not None:
+            _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
         _check_at_least("pack_below_bytes", self.pack_below_bytes, 0)
         _check_at_least("chunk_bytes", self.chunk_bytes, 4096)
         _check_positive("timeout_seconds", self.timeout_seconds)
@@ -76,16 +77,15 @@ class RestoreOptions:
     timeout_seconds: float | None = 3600.0
 
     def __post_init__(self) -> None:
-        _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
+        if self.max_host_bytes is not None:
+            _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
         _check_positive("timeout_seconds", self.timeout_seconds)
         for name in ("verify", "memory_map", "cast", "partial"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
 
 
-def _check_at_least(name: str, value: int | None, least: int) -> None:
-    if value is None and name == "max_host_bytes":
-        return
+def _check_at_least(name: str, value: int, least: int) -> None:
     if not isinstance(value, int) or isinstance(value, bool):
         raise ValueError(f"{name} is {value!r}; expected a whole number of bytes")
     if value < least:
