@@ -39,7 +39,7 @@ from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import Placement, Target, blank, can_fill, join, place, put_part
 
 _BATCH_BYTES = 64 * MIB
-_BATCH_LEAVES = 4096
+_BATCH_LEAVES = 65536
 _HAS_DTYPE = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -191,24 +191,24 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
     Raises:
         LeafMismatchError: It is not what `wish` asks for.
     """
-    stored = stand_in(leaf)
+    stored = stand_in(leaf) if leaf.kind == "key" else None
+    shape, dtype = (stored.shape, stored.dtype) if stored is not None else (leaf.shape, dtype_named(leaf.dtype))
     if isinstance(wish, _HAS_DTYPE):
-        _check_same(label, wish, stored, cast=request.options.cast)
+        _check_same(label, wish, shape, dtype, cast=request.options.cast)
     elif not (wish is None or isinstance(wish, Sharding)):
         raise LeafMismatchError(
             f"leaf {label}: `like` asks for {type(wish).__name__}, the checkpoint has an array of "
-            f"{stored.dtype}{list(stored.shape)}; put an array, a jax.ShapeDtypeStruct or a Sharding into `like`"
+            f"{dtype}{list(shape)}; put an array, a jax.ShapeDtypeStruct or a Sharding into `like`"
         )
-    as_numpy = isinstance(wish, np.ndarray | np.generic) or (wish is None and leaf.kind in ("numpy", "scalar"))
-    dtype = dtype_named(leaf.dtype)
-    wanted = np.dtype(wish.dtype) if isinstance(wish, _HAS_DTYPE) and leaf.kind != "key" else dtype
-    if as_numpy:
+    wanted = np.dtype(wish.dtype) if isinstance(wish, _HAS_DTYPE) and stored is None else dtype
+    if isinstance(wish, np.ndarray | np.generic) or (wish is None and leaf.kind in ("numpy", "scalar")):
         return _Want(number, leaf, None, wanted)
     sharding = _sharding_of(wish)
     if sharding is not None:
-        _check_divides(label, sharding, stored.shape)
-    if leaf.kind == "key":
-        return _Want(number, leaf, Target(leaf.shape, dtype, None), dtype, key_sharding=sharding)
+        _check_divides(label, sharding, shape)
+    if stored is not None:
+        data = Target(leaf.shape, dtype_named(leaf.dtype), None)
+        return _Want(number, leaf, data, data.dtype, key_sharding=sharding)
     if not request.placement.holds(wanted):
         raise LeafMismatchError(
             f"leaf {label} is {wanted}, which JAX would narrow to 32 bits; set jax_enable_x64, put a numpy array "
@@ -217,15 +217,15 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
     return _Want(number, leaf, Target(leaf.shape, wanted, sharding), wanted)
 
 
-def _check_same(label: str, wish: Any, stored: Any, *, cast: bool) -> None:
-    if tuple(wish.shape) != tuple(stored.shape):
+def _check_same(label: str, wish: Any, shape: tuple[int, ...], dtype: Any, *, cast: bool) -> None:
+    if tuple(wish.shape) != tuple(shape):
+        raise LeafMismatchError(f"leaf {label}: `like` has shape {tuple(wish.shape)}, the checkpoint {tuple(shape)}")
+    if wish.dtype == dtype:
+        return
+    is_key = any(jnp.issubdtype(side, jax.dtypes.prng_key) for side in (wish.dtype, dtype))
+    if is_key or not cast:
         raise LeafMismatchError(
-            f"leaf {label}: `like` has shape {tuple(wish.shape)}, the checkpoint {tuple(stored.shape)}"
-        )
-    is_key = any(jnp.issubdtype(side.dtype, jax.dtypes.prng_key) for side in (wish, stored))
-    if wish.dtype != stored.dtype and (is_key or not cast):
-        raise LeafMismatchError(
-            f"leaf {label}: `like` has dtype {wish.dtype}, the checkpoint {stored.dtype}; "
+            f"leaf {label}: `like` has dtype {wish.dtype}, the checkpoint {dtype}; "
             "change `like`, or pass RestoreOptions(cast=True) to convert"
         )
 

@@ -80,6 +80,14 @@ def view(data: Any) -> np.ndarray[Any, Any]:
     return np.asarray(jax.make_array_from_single_device_arrays(data.shape, data.sharding, [data]))
 
 
+def is_copied_by_cores(data: Any) -> bool:
+    """Whether a copy of `data` takes the cores that the program runs on, rather than an engine of the device.
+
+    Many such copies at once are slower than one after the other, and the program stalls.
+    """
+    return _device(data).platform == "cpu"
+
+
 class PinnedCopies:
     """Copies into pinned host memory, for one save.
 

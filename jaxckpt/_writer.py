@@ -4,7 +4,7 @@ import asyncio
 import math
 import os
 from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -21,7 +21,17 @@ from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
 from jaxckpt._shards import Shape, Slice, chunk_shape, chunks, whole
 from jaxckpt._tasks import Tasks, in_thread
-from jaxckpt._transfer import PinnedCopies, Shard, Staging, copy_into, host_bytes, shards, view, way
+from jaxckpt._transfer import (
+    PinnedCopies,
+    Shard,
+    Staging,
+    copy_into,
+    host_bytes,
+    is_copied_by_cores,
+    shards,
+    view,
+    way,
+)
 
 _PACK_BYTES = 16 * MIB
 _STAGING_BYTES = 128 * MIB
@@ -110,6 +120,7 @@ class Writer:
         self._context = _store.context()
         self._copies = PinnedCopies()
         self._filling = asyncio.Lock()
+        self._copying = asyncio.Lock()
         self._files: dict[str, File] = {}
         self._pieces: list[tuple[int, Slice, str, int, list[str]]] = []
         self._packs: list[Layout] = []
@@ -220,9 +231,10 @@ class Writer:
                 yield part.data
             case "pinned":
                 async with self._budget.reserve(part.nbytes):
-                    finish = self._copies.start([part.data])  # quick, and so all allocated by one thread
-                    captured.set()
-                    (host,) = await in_thread(finish)
+                    async with self._copying if is_copied_by_cores(part.data) else nullcontext():
+                        finish = self._copies.start([part.data])  # quick, and so all allocated by one thread
+                        captured.set()
+                        (host,) = await in_thread(finish)
                     yield host
             case "staged":
                 async with self._staging.slot() as slot:
