@@ -3,12 +3,15 @@
 from jaxckpt._api import (
     async_deserialize,
     async_serialize,
+    delete,
     describe,
+    gc,
     restore,
     restore_async,
     save,
     save_async,
     start_save,
+    verify,
 )
 from jaxckpt._errors import (
     CheckpointError,
@@ -20,10 +23,13 @@ from jaxckpt._errors import (
     StorageError,
     UnsupportedLeafError,
 )
+from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
 from jaxckpt._manifest import Leaf
 from jaxckpt._options import RestoreOptions, SaveOptions
+from jaxckpt._reader import Fault
 from jaxckpt._sync import PendingSave
+from jaxckpt._verify import VerifyReport
 
 __all__ = [
     "CheckpointError",
@@ -31,6 +37,8 @@ __all__ = [
     "CheckpointInfo",
     "CheckpointNotFoundError",
     "CorruptCheckpointError",
+    "Fault",
+    "GcReport",
     "Leaf",
     "LeafMismatchError",
     "PendingSave",
@@ -39,12 +47,16 @@ __all__ = [
     "SaveTimeoutError",
     "StorageError",
     "UnsupportedLeafError",
+    "VerifyReport",
     "async_deserialize",
     "async_serialize",
+    "delete",
     "describe",
+    "gc",
     "restore",
     "restore_async",
     "save",
     "save_async",
     "start_save",
+    "verify",
 ]

@@ -7,14 +7,16 @@ from typing import Any, TypeVar
 
 import jax
 
-from jaxckpt import _restore, _save
+from jaxckpt import _commit, _gc, _restore, _save, _verify
 from jaxckpt._errors import CheckpointError, LeafMismatchError
+from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
 from jaxckpt._location import Location, PathLike, parse
 from jaxckpt._options import RestoreOptions, SaveOptions
 from jaxckpt._sync import PendingSave, Running, raise_lost_failure
 from jaxckpt._transfer import Placement
 from jaxckpt._tree import Flat, display, flatten
+from jaxckpt._verify import VerifyReport
 
 Report = Callable[[int, int], None]
 Options = TypeVar("Options", SaveOptions, RestoreOptions)
@@ -160,6 +162,74 @@ def describe(path: PathLike) -> CheckpointInfo:
         CorruptCheckpointError: The manifest was altered.
     """
     return _restore.describe(parse(path))
+
+
+def verify(path: PathLike, *, on_progress: Report | None = None) -> VerifyReport:
+    """Read all that is stored of the checkpoint at `path` and compare it with its hashes, on all cores.
+
+    Nothing is put on a device and no result is kept, so a checkpoint of any size can be
+    verified. All faults are found, not only the first. A checkpoint that is overwritten
+    meanwhile is verified again from its new beginning.
+
+    Args:
+        path: Where the checkpoint is.
+        on_progress: Called as `on_progress(done_bytes, total_bytes)` from another thread.
+
+    Returns:
+        A report: `report.ok`, `report.faults`, `report.by_leaf()`. Damaged blocks, missing
+        files, files of a wrong size and files that no record names are faults.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+
+    Example:
+        >>> import jax.numpy as jnp, jaxckpt
+        >>> info = jaxckpt.save("checkpoints/v", {"w": jnp.ones((4, 4))})
+        >>> jaxckpt.verify("checkpoints/v").ok
+        True
+    """
+    return Running(partial(_verify.verify, parse(path), on_progress), None, "verification").wait()
+
+
+def delete(path: PathLike) -> None:
+    """Remove the checkpoint at `path`.
+
+    Its manifest goes first, durably, so a crash at any instant leaves the checkpoint
+    whole or not at all. Only what the manifest names is removed; links are not followed.
+    What a crash leaves of the data is invisible, and `gc` removes it. Neither a save to
+    the same path that is in progress nor other files there are touched.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `path`.
+        StorageError: The storage failed.
+    """
+    _commit.delete(parse(path))
+
+
+def gc(root: PathLike, *, grace_seconds: float = 3600.0, dry_run: bool = False) -> GcReport:
+    """Remove what killed saves have left in the checkpoints at and below `root`.
+
+    Removed are data directories that no manifest names, and temporary files of a commit.
+    They stay if a save of a process on this machine is writing them, if anything in them
+    changed less than `grace_seconds` ago, if the manifest beside them cannot be read, or
+    if they hold anything that a checkpoint does not. Links are never followed.
+
+    Args:
+        root: A checkpoint, or a directory with checkpoints anywhere below it.
+        grace_seconds: How long ago the last change must be. It protects saves of other
+            machines, which on shared storage cannot be seen.
+        dry_run: Only report what would be removed.
+
+    Returns:
+        The paths that were removed, and those that were kept with the reason.
+
+    Raises:
+        CheckpointNotFoundError: There is no such directory.
+        StorageError: The storage failed.
+    """
+    if not (isinstance(grace_seconds, int | float) and grace_seconds >= 0):
+        raise ValueError(f"grace_seconds is {grace_seconds!r}; expected 0 or more seconds")
+    return _gc.gc(parse(root), grace_seconds, dry_run=dry_run)
 
 
 async def async_serialize(

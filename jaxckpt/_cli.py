@@ -6,8 +6,9 @@ import re
 import sys
 import time
 import warnings
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
+from dataclasses import asdict
 from typing import Any, TextIO, TypeVar, get_args
 
 import click
@@ -166,6 +167,61 @@ def ls(checkpoint: str, *, as_json: bool) -> None:
     else:
         _print_lines(cells)
     click.echo(_total(info))
+
+
+@cli.command()
+@click.argument("checkpoint")
+@click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of lines.")
+@click.option("--quiet", is_flag=True, help="Print faults only.")
+@click.pass_context
+def verify(ctx: click.Context, checkpoint: str, *, as_json: bool, quiet: bool) -> None:
+    """Read all of CHECKPOINT and compare it with its hashes. The exit status is 1 if anything is wrong."""
+    with progress("verifying", quiet=quiet or as_json) as on_progress:
+        report = jaxckpt.verify(checkpoint, on_progress=on_progress)
+    damaged = [name for name, faults in report.by_leaf().items() if faults]
+    if as_json:
+        click.echo(json.dumps({**asdict(report), "ok": report.ok, "faults": _faults(report.faults)}, indent=2))
+    else:
+        for fault in report.faults:
+            click.echo(f"damaged: {fault.problem}")
+        if not report.ok:
+            click.echo(f"{len(damaged)} of {len(report.leaves)} leaves damaged, {len(report.faults)} faults")
+        elif not quiet:
+            speed = decimal(int(report.nbytes / max(report.seconds, 1e-9)))
+            click.echo(f"{checkpoint}: {len(report.leaves)} leaves, {decimal(report.nbytes)} verified ({speed}/s)")
+    ctx.exit(0 if report.ok else 1)
+
+
+@cli.command()
+@click.argument("checkpoint")
+def delete(checkpoint: str) -> None:
+    """Remove CHECKPOINT: at once and as a whole."""
+    jaxckpt.delete(checkpoint)
+
+
+@cli.command()
+@click.argument("root")
+@click.option(
+    "--grace-seconds",
+    type=click.FloatRange(min=0),
+    default=3600.0,
+    show_default=True,
+    help="Keep what changed less long ago.",
+)
+@click.option("--dry-run", is_flag=True, help="Only print what would be removed.")
+def gc(root: str, *, grace_seconds: float, dry_run: bool) -> None:
+    """Remove what killed saves have left in the checkpoints at and below ROOT."""
+    report = jaxckpt.gc(root, grace_seconds=grace_seconds, dry_run=dry_run)
+    verb = "would remove" if dry_run else "removed"
+    for path in report.removed:
+        click.echo(f"{verb} {path}")
+    for path, reason in report.kept:
+        click.echo(f"kept {path}: {reason}")
+    click.echo(f"{verb} {len(report.removed)} leftovers, {decimal(report.nbytes)}")
+
+
+def _faults(faults: Iterable[jaxckpt.Fault]) -> list[dict[str, str]]:
+    return [{"leaf": fault.leaf, "file": fault.file, "problem": fault.problem} for fault in faults]
 
 
 def _row(leaf: Leaf) -> dict[str, Any]:

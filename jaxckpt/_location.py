@@ -1,12 +1,14 @@
 """A path or URL -> the storage behind it, and the durable file operations on it.
 
 Every name given to a `Location` is relative, and comes from us or through the checked
-`Name` type of the records, so it cannot leave the directory. Links are not followed at
-the last component, and only regular files are opened.
+`Name` type of the records, so it cannot leave the directory. The directory that a caller
+names may be reached through links; below it none is followed, and only regular files are
+opened.
 """
 
 import contextlib
 import errno
+import fcntl
 import mmap
 import os
 import shutil
@@ -18,10 +20,18 @@ from typing import Any
 
 from fsspec.core import split_protocol
 
-from jaxckpt._errors import CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError, StorageError
+from jaxckpt._errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    CheckpointNotFoundError,
+    CorruptCheckpointError,
+    StorageError,
+)
 
 PathLike = str | os.PathLike[str]
 
+_READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
+_NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _SCHEMES = ("a local path", "file://")
 _IOV_MAX = 1024
 
@@ -51,23 +61,65 @@ def storage_errors(path: str) -> Generator[None]:
     """Turn an OSError of the block into a `StorageError` that names `path`."""
     try:
         yield
-    except StorageError:
+    except CheckpointError:
         raise
     except OSError as error:
         raise StorageError(error.errno or errno.EIO, error.strerror or str(error), error.filename or path) from error
 
 
 @dataclass(frozen=True, slots=True)
+class Stat:
+    """A file: its size in bytes, and when it was last changed, in seconds since 1970."""
+
+    nbytes: int
+    modified: float
+
+
+@dataclass(frozen=True, slots=True)
 class Location:
-    """A directory of a local file system, which need not exist yet."""
+    """A directory of a local file system, which need not exist yet.
+
+    `top` is the directory that the caller named where this one is a child of that.
+    """
 
     path: str
+    top: str = ""
 
     def __str__(self) -> str:
         return self.path
 
+    @property
+    def parent(self) -> str:
+        return os.path.dirname(self.path)
+
+    def readable_parents(self) -> list[str]:
+        """The directory that this one is in. None where it may not be read, and so not be synced either."""
+        return [self.parent] if os.access(self.parent, os.R_OK) else []
+
     def child(self, name: str) -> "Location":
-        return Location(os.path.join(self.path, name) if name else self.path)
+        return Location(os.path.join(self.path, name), self.top or self.path) if name else self
+
+    def directories(self) -> "Generator[tuple[Location, list[str]]]":
+        """This directory and all below it, each with its names; taking a name off its list leaves that one out."""
+        for path, directories, files in os.walk(self.path, followlinks=False, onerror=_raise):
+            names = [*directories, *files]
+            yield Location(path), names
+            directories[:] = [name for name in directories if name in names]
+
+    def files(self) -> dict[str, Stat]:
+        """Everything below the directory but directories, by its relative name; links are not followed."""
+        found: dict[str, Stat] = {}
+        for path, _, names in os.walk(self.path, followlinks=False, onerror=_raise):
+            for name in names:
+                with contextlib.suppress(FileNotFoundError):
+                    stat_ = os.lstat(os.path.join(path, name))
+                    found[os.path.relpath(os.path.join(path, name), self.path)] = Stat(stat_.st_size, stat_.st_mtime)
+        return found
+
+    def modified(self) -> float:
+        """When the directory, or anything in it, was last changed, in seconds since 1970."""
+        with storage_errors(self.path):
+            return max([os.lstat(self.path).st_mtime, *(file.modified for file in self.files().values())])
 
     def names(self) -> list[str] | None:
         """What the directory holds, or None where there is no such directory."""
@@ -86,6 +138,13 @@ class Location:
         except OSError:
             return False
 
+    def is_directory(self, name: str) -> bool:
+        """Whether `name` is a directory, not a link to one."""
+        try:
+            return stat.S_ISDIR(os.lstat(self._at(name)).st_mode)
+        except OSError:
+            return False
+
     @property
     def real_path(self) -> str:
         """The path with all links followed."""
@@ -100,6 +159,46 @@ class Location:
         with storage_errors(self.path):
             os.makedirs(self.path, exist_ok=True)
         return [os.path.dirname(path) for path in missing]
+
+    @contextlib.contextmanager
+    def locked(self) -> Generator[None]:
+        """Keep out, for the length of the block, whoever else asks for the same directory.
+
+        A process that dies lets go. Where the file system has no locks nobody is kept out.
+
+        Raises:
+            CheckpointNotFoundError: There is no such directory.
+        """
+        while True:
+            with self._directory() as fd:
+                _lock(fd, fcntl.LOCK_EX)
+                if self._is(fd):  # and not removed, perhaps made again, while we waited
+                    yield
+                    return
+
+    def is_locked(self) -> bool:
+        """Whether somebody holds the directory `locked`."""
+        with self._directory() as fd:
+            try:
+                _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                return True
+            return False
+
+    def size(self, name: str) -> int:
+        """The size of a file in bytes."""
+        with self._open(name) as fd:
+            return os.fstat(fd).st_size
+
+    def check_size(self, name: str, nbytes: int) -> None:
+        """Raise where a file is not of exactly `nbytes`.
+
+        Raises:
+            CheckpointNotFoundError: No such file.
+            CorruptCheckpointError: Another size, or not a regular file.
+        """
+        with self._open(name) as fd:
+            self._check_size(fd, name, nbytes)
 
     def read(self, name: str) -> bytes:
         """The whole content of a file.
@@ -144,25 +243,30 @@ class Location:
             finally:
                 os.close(fd)
 
-    def put(self, name: str, data: bytes, *, replace: bool) -> None:
-        """Make a file appear whole and durable, in one step.
+    def put(self, name: str, data: bytes, *, replaces: bytes | None) -> None:
+        """Make a file appear whole and durable, in one step, in place of exactly what it `replaces`.
+
+        Args:
+            name: Of the file.
+            data: Its content.
+            replaces: What the caller has seen there; None: no such file.
 
         Raises:
-            CheckpointExistsError: It exists already and `replace` is false.
+            CheckpointExistsError: Somebody else has written, or removed, the file meanwhile.
         """
         temporary = f".{name}.{uuid.uuid4().hex}"
         try:
             self.write(temporary, data)
-            with storage_errors(self._at(name)):
-                if replace:
-                    os.rename(self._at(temporary), self._at(name))
-                else:
+            with self.locked(), storage_errors(self._at(name)):
+                if self._content(name) != replaces:
+                    raise self._overtaken(name)
+                if replaces is None:
                     os.link(self._at(temporary), self._at(name))
+                else:
+                    os.rename(self._at(temporary), self._at(name))
         except StorageError as error:
             if error.errno == errno.EEXIST:
-                raise CheckpointExistsError(
-                    error.errno, "it was written by somebody else meanwhile", str(self)
-                ) from error
+                raise self._overtaken(name) from error
             raise
         finally:
             with contextlib.suppress(FileNotFoundError):
@@ -173,7 +277,7 @@ class Location:
         """Make the entries of directories durable."""
         for directory in directories:
             with storage_errors(directory):
-                fd = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                fd = os.open(directory, _READ_DIRECTORY)
                 try:
                     os.fsync(fd)
                 finally:
@@ -191,28 +295,60 @@ class Location:
 
     def remove_if_empty(self, new_entries: Sequence[str]) -> None:
         """Undo `make` where nothing else was put there since: `new_entries` is what it returned."""
-        path = self.path
-        for parent in new_entries:
+        for path in [self.path, *new_entries][: len(new_entries)]:
             try:
-                os.rmdir(path)
-            except OSError:
+                with Location(path).locked():  # somebody who makes a directory here holds it
+                    os.rmdir(path)
+            except (OSError, CheckpointNotFoundError):
                 return
-            path = parent
 
     def _at(self, name: str) -> str:
         return os.path.join(self.path, name)
 
+    def _overtaken(self, name: str) -> CheckpointExistsError:
+        return CheckpointExistsError(
+            errno.EEXIST, f"somebody else changed {name} while this save ran; what they left stays", str(self)
+        )
+
+    def _content(self, name: str) -> bytes | None:
+        try:
+            return self.read(name)
+        except CheckpointNotFoundError:
+            return None
+
+    @contextlib.contextmanager
+    def _directory(self) -> Generator[int]:
+        try:
+            with storage_errors(self.path):
+                fd = os.open(self.path, _READ_DIRECTORY)
+        except StorageError as error:
+            if error.errno == errno.ENOENT:
+                raise CheckpointNotFoundError(errno.ENOENT, "no such directory", self.path) from error
+            raise
+        try:
+            yield fd
+        finally:
+            os.close(fd)
+
+    def _is(self, fd: int) -> bool:
+        try:
+            return os.path.samestat(os.fstat(fd), os.stat(self.path))
+        except FileNotFoundError:
+            return False
+
     @contextlib.contextmanager
     def _open(self, name: str) -> Generator[int]:
-        path = self._at(name)
+        path, top = self._at(name), self.top or self.path
         try:
             with storage_errors(path):
-                fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+                fd = _open_below(top, os.path.relpath(path, top))
         except StorageError as error:
-            if error.errno in (errno.ENOENT, errno.ENOTDIR):
+            if error.errno == errno.ENOENT:
                 raise CheckpointNotFoundError(errno.ENOENT, "no such file", path) from error
-            if error.errno == errno.ELOOP:
-                raise CorruptCheckpointError(f"{path}: a link; expected a regular file") from error
+            if error.errno in (errno.ELOOP, errno.ENOTDIR):
+                raise CorruptCheckpointError(
+                    f"{path}: a link, or a file in place of a directory; expected a regular file"
+                ) from error
             raise
         try:
             if not stat.S_ISREG(os.fstat(fd).st_mode):
@@ -225,6 +361,28 @@ class Location:
         found = os.fstat(fd).st_size
         if found != nbytes:
             raise CorruptCheckpointError(f"{self._at(name)}: the file has {found} bytes; expected {nbytes}")
+
+
+def _open_below(top: str, name: str) -> int:
+    """Open a file for reading, following links to `top` but none below it."""
+    *directories, last = name.split(os.sep)
+    at = os.open(top, _READ_DIRECTORY)
+    try:
+        for directory in directories:
+            below = os.open(directory, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
+            os.close(at)
+            at = below
+        return os.open(last, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
+    finally:
+        os.close(at)
+
+
+def _lock(fd: int, how: int) -> None:
+    try:
+        fcntl.flock(fd, how)
+    except OSError as error:
+        if error.errno not in _NO_LOCKS:
+            raise
 
 
 def _read_fully(fd: int, offset: int, buffers: Sequence[memoryview], path: str) -> None:
@@ -241,6 +399,11 @@ def _read_fully(fd: int, offset: int, buffers: Sequence[memoryview], path: str) 
         pending = pending[done:]
         if got:
             pending[0] = pending[0][got:]
+
+
+def _raise(error: OSError) -> None:
+    if not isinstance(error, FileNotFoundError):
+        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), error.filename) from error
 
 
 def _keep_going_if_gone(function: Callable[..., Any], path: str, info: Any) -> None:

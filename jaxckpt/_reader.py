@@ -12,7 +12,7 @@ from msgspec import Struct
 
 from jaxckpt._budget import Budget, Progress
 from jaxckpt._collector import paused_collector
-from jaxckpt._errors import CheckpointNotFoundError, CorruptCheckpointError
+from jaxckpt._errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece, digest
 from jaxckpt._shards import BLOCK_BYTES, Block, Shape, Slice, blocks, covers, is_contiguous
@@ -124,6 +124,37 @@ def check(name: str, shape: Shape, dtype: np.dtype[Any], pieces: Sequence[Stored
             raise CorruptCheckpointError(f"leaf {name}: a piece in {stored.file.name} has the wrong number of hashes")
 
 
+def check_files(leaves: Iterable[tuple[str, int, Sequence[Stored]]]) -> None:
+    """Whether the files of leaves, each a name, its bytes and its pieces, hold as much as will be allocated.
+
+    Raises:
+        CorruptCheckpointError: A file is missing, is of another size than recorded, or
+            holds more bytes by the records than it has.
+    """
+    sizes: dict[str, int] = {}
+    needed, name = 0, ""
+    for name, nbytes, pieces in leaves:
+        needed += nbytes
+        for stored in pieces:
+            if stored.path not in sizes:
+                with _damage_of(name):
+                    stored.location.check_size(stored.file.name, stored.file.nbytes)
+                sizes[stored.path] = stored.file.nbytes
+    if needed > sum(sizes.values()):
+        raise CorruptCheckpointError(
+            f"leaf {name} and those before it have {needed} bytes, but their {len(sizes)} files only "
+            f"{sum(sizes.values())}: pieces overlap"
+        )
+
+
+class Fault(Struct, frozen=True, gc=False):
+    """What is wrong with a file, as a message that names it and the leaf that suffers from it."""
+
+    leaf: str
+    file: str
+    problem: str
+
+
 class Reader:
     """Reads leaves of one checkpoint.
 
@@ -154,6 +185,24 @@ class Reader:
                 scratch_nbytes = sum(read.scratch_nbytes for read in run)
                 await self._scratch.acquire(scratch_nbytes)
                 tasks.create_task(self._read_run(run, scratch_nbytes))
+        return found
+
+    async def find_faults(self, leaves: Sequence[Wanted]) -> list[Fault]:
+        """Read and check every block of `leaves` and keep nothing but what is wrong with them."""
+        found: list[Fault] = []
+
+        async def examine(run: list[_Read], nbytes: int) -> None:
+            try:
+                found.extend(await in_thread(_examine, run))
+            finally:
+                self._scratch.release(nbytes)
+            self._progress.add(nbytes)
+
+        async with Tasks() as tasks:
+            for run in await in_thread(_all_runs, leaves):
+                nbytes = sum(read.block.nbytes for read in run)
+                await self._scratch.acquire(nbytes)
+                tasks.create_task(examine(run, nbytes))
         return found
 
     async def _read_run(self, run: list[_Read], scratch_nbytes: int) -> None:
@@ -223,7 +272,7 @@ class Reader:
 
     def _map(self, wanted: Wanted, stored: Stored) -> Bytes:
         if stored.path not in self._maps:
-            with _damage_of(wanted):
+            with _damage_of(wanted.name):
                 mapped = stored.location.map(stored.file.name, stored.file.nbytes)
             self._maps[stored.path] = np.frombuffer(mapped, np.uint8)
         return self._maps[stored.path]
@@ -245,6 +294,32 @@ def _runs(reads: list[_Read]) -> list[list[_Read]]:
 
 
 @paused_collector()
+def _all_runs(leaves: Sequence[Wanted]) -> list[list[_Read]]:
+    """Every block of `leaves`, to be read into scratch memory."""
+    return _runs(
+        [
+            _Read(wanted, stored, block, expected)
+            for wanted in leaves
+            for stored in wanted.pieces
+            for block, expected in zip(
+                blocks(stored.piece.shape, wanted.dtype.itemsize), stored.piece.hashes, strict=True
+            )
+        ]
+    )
+
+
+def _examine(run: list[_Read]) -> list[Fault]:
+    """What is wrong with the blocks of one run; one by one where not all are right."""
+    try:
+        _execute(run, verify=True)
+    except CheckpointError as error:
+        if len(run) > 1:
+            return [fault for read in run for fault in _examine([read])]
+        return [Fault(run[0].wanted.name, run[0].stored.path, str(error))]
+    return []
+
+
+@paused_collector()
 def _execute(run: list[_Read], *, verify: bool) -> None:
     """Read, check and copy the blocks of one run. Blocks."""
     buffers = [host_bytes(read.block.nbytes) if read.buffer is None else read.buffer for read in run]
@@ -262,19 +337,19 @@ def _execute(run: list[_Read], *, verify: bool) -> None:
 
 def _fill(run: list[_Read], buffers: list[Bytes]) -> None:
     stored = run[0].stored
-    with _damage_of(run[0].wanted):
+    with _damage_of(run[0].wanted.name):
         stored.location.read_into(stored.file.name, stored.file.nbytes, _segments(run, buffers))
 
 
 @contextmanager
-def _damage_of(wanted: Wanted) -> Generator[None]:
+def _damage_of(leaf: str) -> Generator[None]:
     """Say which leaf suffers from what is wrong with a file."""
     try:
         yield
     except CheckpointNotFoundError as error:
-        raise CorruptCheckpointError(f"leaf {wanted.name}: the file {error.filename} is missing") from error
+        raise CorruptCheckpointError(f"leaf {leaf}: the file {error.filename} is missing") from error
     except CorruptCheckpointError as error:
-        raise CorruptCheckpointError(f"leaf {wanted.name}: {error}") from error
+        raise CorruptCheckpointError(f"leaf {leaf}: {error}") from error
 
 
 def _segments(run: list[_Read], buffers: list[Bytes]) -> list[tuple[int, list[memoryview]]]:

@@ -26,10 +26,8 @@ from jaxckpt._manifest import (
     FORMAT_VERSION,
     ArrayAttributes,
     Index,
-    IndexFile,
     Leaf,
     Manifest,
-    decode_index,
     dtype_named,
 )
 from jaxckpt._options import MIB, RestoreOptions
@@ -118,7 +116,7 @@ async def _restore(root: Location, manifest: Manifest, like: Any, request: Reque
             if number not in values
         ]
     data = root.child(manifest.data)
-    indexes = [(await in_thread(_read_index, data, file), data) for file in manifest.indexes]
+    indexes = [(await in_thread(_commit.read_index, data, file), data) for file in manifest.indexes]
     values |= await _read_all(wants, _reader.by_leaf(indexes, str(root)), request)
     if treedef is None:
         return _tree.unflatten(manifest.tree, [values[number] for number in range(len(paths))], str(root))
@@ -253,6 +251,8 @@ async def _read_all(wants: Sequence[_Want], pieces: dict[int, list[Stored]], req
     with paused_collector():
         for want in wants:
             _reader.check(want.leaf.name, want.leaf.shape, dtype_named(want.leaf.dtype), pieces.get(want.number, ()))
+    sizes = [(want.leaf.name, want.leaf.nbytes, pieces.get(want.number, ())) for want in wants]
+    await in_thread(_reader.check_files, sizes)
     async with Tasks() as tasks:
         for batch in _batches(wants, min(_BATCH_BYTES, limit // 4)):
             await restoring.start(batch, tasks)
@@ -345,14 +345,6 @@ def _finish(batch: Sequence[_Want], hosts: Sequence[Boxes], placement: Placement
             keys = jax.random.wrap_key_data(values[want.number], impl=want.leaf.impl)
             values[want.number] = keys if want.key_sharding is None else jax.device_put(keys, want.key_sharding)
     return values
-
-
-def _read_index(data: Location, file: IndexFile) -> Index:
-    where = f"{data}/{file.name}"
-    try:
-        return decode_index(data.read(file.name), file, where)
-    except CheckpointNotFoundError as error:
-        raise CorruptCheckpointError(f"{where}: the index file is missing") from error
 
 
 def _read_array_metadata(location: Location) -> tuple[Leaf, Index]:

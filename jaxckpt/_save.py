@@ -236,7 +236,7 @@ def _commit_arrays(
             pieces=written.pieces,
         )
         target.sync([*new_entries, target.path])
-        target.put(_store.METADATA, source.layout.metadata({"jaxckpt": msgspec.to_builtins(attributes)}), replace=False)
+        target.put(_store.METADATA, source.layout.metadata({"jaxckpt": msgspec.to_builtins(attributes)}), replaces=None)
 
 
 def _part_of(index: Index, source: Source) -> Index:
