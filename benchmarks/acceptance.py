@@ -171,6 +171,40 @@ def mapped_samples(workload: Workload, rounds: int, parent: Path) -> Samples:
         return interleave({"mapped": turn}, rounds, parent, "memory-mapped restore")
 
 
+def measure_verification(options: argparse.Namespace) -> list[Row]:
+    found = medians(in_child(verification_samples, big(options.scale), options.rounds, options.dir))["verification"]
+    cost = found["verified_seconds"] - found["unverified_seconds"]
+    return [
+        ratio("trust", "big: verification's share of a warm restore", "verified_seconds", cost, found["verified_seconds"], 0.35),
+        Row("trust", "big: verify()", "verify_seconds", found["verify_seconds"]),
+    ]
+
+
+def verification_samples(workload: Workload, rounds: int, parent: Path) -> Samples:
+    """Time warm restores of one checkpoint with and without verification, and `verify`, which restores nothing."""
+
+    def turn(_directory: Path, check: bool) -> Figures:
+        figures = {}
+        for name, verify in (("unverified_seconds", False), ("verified_seconds", True)):
+            gc.collect()
+            began = time.perf_counter()
+            options = jaxckpt.RestoreOptions(verify=verify)
+            restored = jax.block_until_ready(jaxckpt.restore(path, workload.like(), options=options))
+            figures[name] = time.perf_counter() - began
+            if check:
+                check_equal("restored", workload, restored)
+            del restored
+        report = jaxckpt.verify(path)
+        if not report.ok:
+            raise WrongValuesError(f"verify found {len(report.faults)} faults in a sound checkpoint")
+        return figures | {"verify_seconds": report.seconds}
+
+    with fresh_directory(parent) as directory:
+        path = directory / "checkpoint"
+        jaxckpt.save(path, workload.on_devices())
+        return interleave({"verification": turn}, rounds, parent, "verification")
+
+
 def measure_reads(options: argparse.Namespace) -> list[Row]:
     found = in_child(read_ratios, big(options.scale), options.dir)
     return [Row("reads", f"{what}: bytes read / needed", "ratio", ratio, 1.1) for what, ratio in found.items()]
@@ -393,6 +427,7 @@ AREAS: dict[str, Callable[[argparse.Namespace], list[Row]]] = {
     "big": measure_big,
     "small": measure_small,
     "mapped": measure_mapped,
+    "trust": measure_verification,
     "reads": measure_reads,
     "memory": measure_memory,
     "stalls": measure_stalls,
