@@ -175,7 +175,14 @@ def measure_verification(options: argparse.Namespace) -> list[Row]:
     found = medians(in_child(verification_samples, big(options.scale), options.rounds, options.dir))["verification"]
     cost = found["verified_seconds"] - found["unverified_seconds"]
     return [
-        ratio("trust", "big: verification's share of a warm restore", "verified_seconds", cost, found["verified_seconds"], 0.35),
+        ratio(
+            "trust",
+            "big: verification's share of a warm restore",
+            "verified_seconds",
+            cost,
+            found["verified_seconds"],
+            0.35,
+        ),
         Row("trust", "big: verify()", "verify_seconds", found["verify_seconds"]),
     ]
 
