@@ -45,4 +45,4 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 @pytest.fixture(scope="session")
 def long(request: pytest.FixtureRequest) -> bool:
     """Whether the long form of a test was asked for."""
-    return request.config.getoption("--long")
+    return bool(request.config.getoption("--long"))
