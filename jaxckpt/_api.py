@@ -8,11 +8,12 @@ from typing import Any, TypeVar
 import jax
 
 from jaxckpt import _commit, _gc, _restore, _save, _verify
-from jaxckpt._errors import CheckpointError, LeafMismatchError
+from jaxckpt._errors import LeafMismatchError
 from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
 from jaxckpt._location import Location, PathLike, parse
 from jaxckpt._options import RestoreOptions, SaveOptions
+from jaxckpt._processes import Conversation, next_number
 from jaxckpt._sync import PendingSave, Running, raise_lost_failure
 from jaxckpt._transfer import Placement
 from jaxckpt._tree import Flat, display, flatten
@@ -258,12 +259,12 @@ async def async_serialize(
 
     Source: https://github.com/jax-ml/jax/pull/22114, and `jax.experimental.array_serialization`.
     """
+    number = next_number()
     raise_lost_failure()
-    _check_single_process()
     flat = flatten(arrays)
     targets = _locations(paths, flat)
     chosen = _checked(options, SaveOptions)
-    request = _save.Request(chosen, overwrite)
+    request = _save.Request(chosen, overwrite, Conversation(number, chosen.process_timeout_seconds))
     labels = [display(path) for path in flat.paths]
     work = partial(_save.save_arrays, targets, flat.leaves, labels, request)
     await Running(work, chosen.timeout_seconds, "save").wait_async()
@@ -306,10 +307,11 @@ def _start(
     copy_numpy: bool = True,
     captured: Callable[[], None] = lambda: None,
 ) -> Running[CheckpointInfo]:
+    number = next_number()
     raise_lost_failure()
-    _check_single_process()
     chosen = _checked(options, SaveOptions)
-    request = _save.Request(chosen, overwrite, on_progress, copy_numpy, captured)
+    talk = Conversation(number, chosen.process_timeout_seconds)
+    request = _save.Request(chosen, overwrite, talk, on_progress, copy_numpy, captured)
     return Running(partial(_save.save, parse(path), tree, request), chosen.timeout_seconds, "save")
 
 
@@ -335,14 +337,6 @@ def _locations(paths: Any, flat: Flat) -> list[Location]:
             "expected the same structure, or a list of paths"
         )
     return [parse(path) for path in found.leaves]
-
-
-def _check_single_process() -> None:
-    if jax.process_count() > 1:
-        raise CheckpointError(
-            f"this is one of {jax.process_count()} JAX processes, and jaxckpt commits from a single one so far; "
-            "gather the arrays to one process, or use another checkpointer"
-        )
 
 
 def _checked(options: Options | None, kind: type[Options]) -> Options:

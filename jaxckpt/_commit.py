@@ -10,6 +10,7 @@ import errno
 import logging
 import re
 import threading
+import time
 import uuid
 from collections.abc import Iterable
 
@@ -27,6 +28,9 @@ MANIFEST = "manifest.json"
 
 _OURS = re.compile(r"manifest\.json|d-[0-9a-f]{32}|\.manifest\.json\.[0-9a-f]{32}")
 
+_LOOKS = 100
+_SECONDS_BETWEEN_LOOKS = 0.05
+
 _log = logging.getLogger("jaxckpt")
 
 
@@ -36,11 +40,14 @@ class Attempt:
     Args:
         root: Where the checkpoint is to be.
         overwrite: Whether it may replace one.
+        id: Of the attempt, where another process has begun it; this one then only joins.
+        created: When it was begun, likewise.
     """
 
-    def __init__(self, root: Location, *, overwrite: bool) -> None:
-        self.id = uuid.uuid4().hex
-        self.created = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+    def __init__(self, root: Location, *, overwrite: bool, id: str = "", created: str = "") -> None:
+        self.id = id or uuid.uuid4().hex
+        self.created = created or datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
+        self._joins = bool(id)
         self.data = root.child(f"d-{self.id}")
         self._root = root
         self._overwrite = overwrite
@@ -70,6 +77,23 @@ class Attempt:
             except CheckpointNotFoundError:
                 continue  # somebody who gave up has just removed the directory that was empty
 
+    def join(self) -> None:
+        """Check that the data directory that another process has made is seen here too.
+
+        Raises:
+            StorageError: It is not: the processes do not share this storage.
+        """
+        for _ in range(_LOOKS):
+            if self._root.is_directory(self.data.name):
+                return
+            time.sleep(_SECONDS_BETWEEN_LOOKS)
+        raise StorageError(
+            errno.ENOENT,
+            f"process 0 has made the directory {self.data.name} there, which this process does not see; "
+            "all processes must save to one path on storage that they share, not on a disk of their own",
+            str(self._root),
+        )
+
     def _claimable(self) -> bytes | None:
         """The manifest that is to be replaced, None where there is none."""
         found = self._root.names() or []
@@ -89,16 +113,19 @@ class Attempt:
             )
         return self._root.read(MANIFEST)
 
-    def publish(self, manifest: Manifest, directories: Iterable[str]) -> None:
-        """Make every directory of the data durable, then the checkpoint visible, then remove what it replaced.
-
-        Raises:
-            CheckpointExistsError: Somebody else committed a checkpoint here meanwhile.
-            StorageError: Something could not be made durable; nothing was published.
-        """
+    def sync(self, directories: Iterable[str]) -> None:
+        """Make what this process has put into the directories of the data, and those themselves, durable."""
         # The directory around the root too: it may have been made a moment ago by a save that failed.
         around = [self._root.path, *self._root.readable_parents(), *self._new_entries]
         self._root.sync(dict.fromkeys([*directories, self.data.path, *around]))
+
+    def publish(self, manifest: Manifest) -> None:
+        """Make the checkpoint visible, then remove what it replaced. All data are durable already.
+
+        Raises:
+            CheckpointExistsError: Somebody else committed a checkpoint here meanwhile.
+            StorageError: The manifest could not be made durable; nothing was published.
+        """
         if not self._fate.acquire(blocking=False):
             return  # abandoned: the save has timed out, and nobody waits for this any more
         try:
@@ -113,8 +140,11 @@ class Attempt:
             _discard_data(self._root, self._replaces)
 
     def abandon(self) -> None:
-        """Remove what a failed attempt has written. Never raises: the failure itself is the news."""
-        if self._fate.acquire(blocking=False):
+        """Remove what a failed attempt has written. Never raises: the failure itself is the news.
+
+        A process that has joined leaves that to the one that began: it may be about to commit.
+        """
+        if not self._joins and self._fate.acquire(blocking=False):
             self._discard()
 
     def _discard(self) -> None:

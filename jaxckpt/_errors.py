@@ -35,3 +35,12 @@ class StorageError(CheckpointError, OSError):
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
     """A save or restore did not end within `timeout_seconds`. A save left no checkpoint."""
+
+
+class PeerError(CheckpointError, RuntimeError):
+    """Another process of the program failed in a save that all make together; nothing was committed."""
+
+    def __init__(self, process: int, reason: str) -> None:
+        super().__init__(f"process {process} failed, so nothing was saved: {reason}")
+        self.process = process
+        self.reason = reason

@@ -89,6 +89,10 @@ class Location:
         return self.path
 
     @property
+    def name(self) -> str:
+        return os.path.basename(self.path)
+
+    @property
     def parent(self) -> str:
         return os.path.dirname(self.path)
 

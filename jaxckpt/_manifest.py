@@ -183,11 +183,15 @@ class Index(Record):
 
 
 class IndexFile(Record):
-    """The size and hash of an index file, held by the manifest."""
+    """The size and hash of an index file, held by the manifest.
+
+    `written_nbytes` are the bytes of array data that the process which wrote it has written.
+    """
 
     name: Name
     nbytes: Natural
     hash: Hash
+    written_nbytes: Natural = 0
 
 
 class Timings(Record):

@@ -26,6 +26,9 @@ class SaveOptions:
         chunk_bytes: The largest chunk, and so file, that a shard is divided into.
         timeout_seconds: A save that takes longer raises `SaveTimeoutError` and
             leaves no checkpoint. None: no limit.
+        process_timeout_seconds: In a program of several processes, how long each one
+            waits for the others once its own work is done, before `SaveTimeoutError`
+            names those that are missing.
 
     Raises:
         ValueError: A value is out of range; the message names the option.
@@ -36,6 +39,7 @@ class SaveOptions:
     pack_below_bytes: int = 4 * MIB
     chunk_bytes: int = 128 * MIB
     timeout_seconds: float | None = 3600.0
+    process_timeout_seconds: float = 600.0
 
     def __post_init__(self) -> None:
         if self.transfer not in get_args(Transfer):
@@ -45,6 +49,9 @@ class SaveOptions:
         _check_at_least("pack_below_bytes", self.pack_below_bytes, 0)
         _check_at_least("chunk_bytes", self.chunk_bytes, 4096)
         _check_positive("timeout_seconds", self.timeout_seconds)
+        if self.process_timeout_seconds is None:
+            raise ValueError("process_timeout_seconds is None; expected a number of seconds")
+        _check_positive("process_timeout_seconds", self.process_timeout_seconds)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 import msgspec
 import numpy as np
-from jax.sharding import Sharding
+from jax.sharding import NamedSharding, Sharding
 
 from jaxckpt import _commit, _reader, _store, _tree
 from jaxckpt._budget import Budget, Progress, default_host_bytes
@@ -54,7 +54,7 @@ class _Want(msgspec.Struct, frozen=True, gc=False):
     """A stored leaf and what it is to become.
 
     `target` is set for a jax.Array, None for numpy. `dtype` differs from the stored one
-    only by a cast that was asked for. `sharding` is that of a PRNG key array.
+    only by a cast that was asked for. `key_sharding` is where a PRNG key array goes once it is made.
     """
 
     number: int
@@ -205,8 +205,10 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
     if sharding is not None:
         _check_divides(label, sharding, shape)
     if stored is not None:
-        data = Target(leaf.shape, dtype_named(leaf.dtype), None)
-        return _Want(number, leaf, data, data.dtype, key_sharding=sharding)
+        # A named sharding puts the data where it puts the keys; others say nothing of the last axis.
+        direct = isinstance(sharding, NamedSharding)
+        data = Target(leaf.shape, dtype_named(leaf.dtype), sharding if direct else None)
+        return _Want(number, leaf, data, data.dtype, key_sharding=None if direct else sharding)
     if not request.placement.holds(wanted):
         raise LeafMismatchError(
             f"leaf {label} is {wanted}, which JAX would narrow to 32 bits; set jax_enable_x64, put a numpy array "

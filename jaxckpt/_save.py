@@ -17,7 +17,7 @@ from msgspec.structs import replace
 
 from jaxckpt import _commit, _store, _tree
 from jaxckpt._collector import paused_collector
-from jaxckpt._errors import CheckpointExistsError, UnsupportedLeafError
+from jaxckpt._errors import CheckpointExistsError, LeafMismatchError, UnsupportedLeafError
 from jaxckpt._info import CheckpointInfo, info
 from jaxckpt._location import Location
 from jaxckpt._manifest import (
@@ -28,6 +28,7 @@ from jaxckpt._manifest import (
     IndexFile,
     Leaf,
     Manifest,
+    Node,
     Timings,
     Value,
     digest,
@@ -35,6 +36,7 @@ from jaxckpt._manifest import (
     name_of,
 )
 from jaxckpt._options import SaveOptions
+from jaxckpt._processes import Conversation
 from jaxckpt._shards import describe
 from jaxckpt._tasks import clean_up, in_thread
 from jaxckpt._writer import Layout, Source, Writer
@@ -46,12 +48,14 @@ _ARRAY_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__[0-9a-f]+)?|\.zarr\.json\.[0
 class Request:
     """How a public call wants to save. The last two are for our own callers.
 
+    `conversation` is what this process has with the others of its program about this save.
     `copy_numpy` is whether numpy leaves may change while the save runs; `captured` is
     called when the caller may change, donate or delete everything it passed.
     """
 
     options: SaveOptions
     overwrite: bool
+    conversation: Conversation
     on_progress: Callable[[int, int], None] | None = None
     copy_numpy: bool = True
     captured: Callable[[], None] = lambda: None
@@ -60,14 +64,43 @@ class Request:
         return Writer(self.options, copy_numpy=self.copy_numpy, on_progress=self.on_progress)
 
 
+class _Opening(msgspec.Struct, frozen=True):
+    """What the first process tells the others when a save begins.
+
+    `tree` is a hash of the records of the tree, which must be those of every process.
+    `elsewhere` are the leaves that a single other process holds.
+    """
+
+    attempt: str
+    created: str
+    path: str
+    tree: str
+    elsewhere: list[int]
+
+
+class _Closing(msgspec.Struct, frozen=True):
+    """What the first process tells the others when a save is committed."""
+
+    indexes: list[IndexFile]
+    timings: Timings
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """A tree as records, and the arrays in it: what is to be saved."""
+
+    nodes: list[Node]
+    leaves: list[Leaf]
+    sources: list[Source]
+
+    def digest(self) -> str:
+        return digest(msgspec.json.encode([self.nodes, self.leaves]))
+
+
 async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
     """Write `tree` as a checkpoint at `root`. It exists, durably, when this returns, and not before."""
     began = time.monotonic()
-    with paused_collector():
-        flat = _tree.flatten(tree)
-        kinds = [_tree.kind_of(leaf, path) for leaf, path in zip(flat.leaves, flat.paths, strict=True)]
-        nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
-    attempt = _commit.Attempt(root, overwrite=request.overwrite)
+    talk = request.conversation
     captured_seconds = 0.0
 
     def captured() -> None:
@@ -75,37 +108,103 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         captured_seconds = time.monotonic() - began
         request.captured()
 
+    attempt: _commit.Attempt | None = None
     try:
-        await in_thread(attempt.begin)
-        writer = request.writer()
-        sources = {
-            number: writer.source(number, _array_of(leaf, kind), attempt.data, f"arrays/{name}")
-            for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
-            if kind != "value"
-        }
-        index = await writer.write(list(sources.values()), attempt.data, captured)
-        index, index_file = await in_thread(_write_records, attempt.data, index, writer.layouts(sources.values()))
-        timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
         with paused_collector():
-            leaves = [
-                _leaf(leaf, kind, name, sources.get(number))
-                for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
-            ]
-        manifest = Manifest(
-            format_version=FORMAT_VERSION,
-            attempt=attempt.id,
-            created=attempt.created,
-            versions={"jaxckpt": version("jaxckpt"), "jax": jax.__version__},
-            tree=nodes,
-            leaves=leaves,
-            indexes=[index_file],
-            timings=timings,
-        )
-        await in_thread(attempt.publish, manifest, _directories(attempt.data, index))
-    except BaseException:
-        await clean_up(attempt.abandon)
+            flat = _tree.flatten(tree)
+            kinds = [_tree.kind_of(leaf, path) for leaf, path in zip(flat.leaves, flat.paths, strict=True)]
+            nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
+        opening = None if talk.is_first else await talk.hear("begin", _Opening)
+        attempt = _attempt(root, request, opening)
+        writer = request.writer()
+        with paused_collector():
+            plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
+        ours = await _begin(root, attempt, plan, talk, opening)
+        index = await writer.write(ours, attempt.data, captured)
+        layouts = writer.layouts(plan.sources if talk.is_first else [])
+        index, index_file = await in_thread(_write_records, attempt.data, index, layouts)
+        await in_thread(attempt.sync, _directories(attempt.data, index))
+        if talk.is_first:
+            indexes = [index_file, *await talk.collect("write", IndexFile)]
+            timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
+            closing = _Closing(indexes, timings)
+            await in_thread(attempt.publish, _manifest(attempt, plan, closing))
+            await talk.tell("commit", closing)
+        else:
+            await talk.tell("write", index_file)
+            closing = await talk.hear("commit", _Closing, after="write")
+    except BaseException as error:
+        if attempt is not None:
+            await clean_up(attempt.abandon)
+        await clean_up(talk.fail, ("begin", "commit") if talk.is_first else ("write",), error)
         raise
-    return info(root, manifest)
+    return info(root, _manifest(attempt, plan, closing))
+
+
+def _attempt(root: Location, request: Request, opening: _Opening | None) -> _commit.Attempt:
+    if opening is None:
+        return _commit.Attempt(root, overwrite=request.overwrite)
+    return _commit.Attempt(root, overwrite=request.overwrite, id=opening.attempt, created=opening.created)
+
+
+def _plan(
+    flat: _tree.Flat, kinds: list[str], nodes: list[Node], names: list[str], writer: Writer, data: Location
+) -> _Plan:
+    sources = {
+        number: writer.source(number, _array_of(leaf, kind), data, f"arrays/{name}")
+        for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
+        if kind != "value"
+    }
+    leaves = [
+        _leaf(leaf, kind, name, sources.get(number))
+        for number, (leaf, kind, name) in enumerate(zip(flat.leaves, kinds, names, strict=True))
+    ]
+    return _Plan(nodes, leaves, list(sources.values()))
+
+
+async def _begin(
+    root: Location, attempt: _commit.Attempt, plan: _Plan, talk: Conversation, opening: _Opening | None
+) -> list[Source]:
+    """Begin the attempt, or join it where the first process has begun; return what this process has to write."""
+    if opening is None:
+        await in_thread(attempt.begin)
+        if talk.count > 1:
+            elsewhere = [source.number for source in plan.sources if _is_elsewhere(source.data)]
+            digest_ = await in_thread(plan.digest)
+            await talk.tell("begin", _Opening(attempt.id, attempt.created, str(root), digest_, elsewhere))
+        return plan.sources
+    await in_thread(attempt.join)
+    if await in_thread(plan.digest) != opening.tree:
+        raise LeafMismatchError(
+            f"the tree with {len(plan.leaves)} leaves that process {talk.index} saves to {root} is not the one that "
+            f"process 0 saves to {opening.path}: paths, shapes, dtypes, shardings and Python values must be the same; "
+            "numpy arrays may differ, those of process 0 are saved"
+        )
+    held = set(opening.elsewhere)
+    return [source for source in plan.sources if not _is_local(source.data) or source.number in held]
+
+
+def _is_local(data: Any) -> bool:
+    """Whether every process has an array of its own, all but one of which are not saved."""
+    return not isinstance(data, jax.Array) or data.is_fully_addressable
+
+
+def _is_elsewhere(data: Any) -> bool:
+    """Whether one other process holds the array, which in its eyes is local."""
+    return not _is_local(data) and len({device.process_index for device in data.sharding.device_set}) == 1
+
+
+def _manifest(attempt: _commit.Attempt, plan: _Plan, closing: _Closing) -> Manifest:
+    return Manifest(
+        format_version=FORMAT_VERSION,
+        attempt=attempt.id,
+        created=attempt.created,
+        versions={"jaxckpt": version("jaxckpt"), "jax": jax.__version__},
+        tree=plan.nodes,
+        leaves=plan.leaves,
+        indexes=closing.indexes,
+        timings=closing.timings,
+    )
 
 
 async def save_arrays(
@@ -163,13 +262,15 @@ def _write_records(data: Location, index: Index, layouts: Iterable[Layout]) -> t
     files = list(index.files)
     for layout in layouts:
         name, metadata = f"{layout.name}/{_store.METADATA}", layout.metadata()
+        layout.location.make()  # of an array whose every chunk another process writes
         data.write(name, metadata)
         files.append(File(name=name, nbytes=len(metadata), hash=digest(metadata)))
     index = Index(files=files, pieces=index.pieces)
     encoded = encode_index(index)
     name = f"index-{jax.process_index()}.json"
     data.write(name, encoded)
-    return index, IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded))
+    written = sum(file.nbytes for file in index.files if file.hash is None)
+    return index, IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded), written_nbytes=written)
 
 
 def _directories(data: Location, index: Index) -> list[str]:

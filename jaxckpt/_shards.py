@@ -1,11 +1,11 @@
 """Which boxes of an array a process stores or needs, and how a box is cut up. Pure planning."""
 
 import math
-from collections.abc import Iterator
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from functools import lru_cache
 from typing import Any
 
-import jax
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 from msgspec import Struct
@@ -77,20 +77,47 @@ def whole(shape: Shape) -> Slice:
     return Slice((0,) * len(shape), shape)
 
 
-@lru_cache(maxsize=4096)
-def owned(sharding: Sharding, shape: Shape) -> tuple[tuple[Slice, Device], ...]:
-    """The distinct slices that this process stores, each with the local device to take it from.
+class Replicated(Struct, frozen=True, gc=False):
+    """A slice of an array, the processes that hold a copy, and for each of those its device of lowest id."""
 
-    Decided from the sharding alone, the same way in every process: a slice with
-    several replicas belongs to the replica on the device with the lowest id.
-    """
-    owners: dict[Slice, Device] = {}
+    slice: Slice
+    processes: tuple[int, ...]
+    devices: tuple[Device, ...]
+
+
+@lru_cache(maxsize=4096)
+def replicated(sharding: Sharding, shape: Shape) -> tuple[Replicated, ...]:
+    """The distinct slices of a sharding that are not empty, the same in every process."""
+    found: dict[Slice, dict[int, Device]] = {}
     for device, index in sharding.devices_indices_map(shape).items():
-        box = _slice_of(index, shape)
-        if box not in owners or device.id < owners[box].id:
-            owners[box] = device
-    here = jax.process_index()
-    return tuple((box, device) for box, device in owners.items() if device.process_index == here and box.size)
+        holders = found.setdefault(_slice_of(index, shape), {})
+        held = holders.get(device.process_index)
+        if held is None or device.id < held.id:
+            holders[device.process_index] = device
+    return tuple(
+        Replicated(box, tuple(sorted(holders)), tuple(holders[process] for process in sorted(holders)))
+        for box, holders in found.items()
+        if box.size
+    )
+
+
+def owners(units: Sequence[tuple[tuple[int, ...], int]]) -> list[int]:
+    """Which process writes each unit, given the processes that hold it and its bytes, at least one.
+
+    Decided from nothing else, so that all processes agree without a word. Of the units
+    that the same processes hold each one gets an equal share of the bytes, give or take
+    one unit, as one run in their order.
+    """
+    total: dict[tuple[int, ...], int] = defaultdict(int)
+    for processes, nbytes in units:
+        total[processes] += nbytes
+    begun: dict[tuple[int, ...], int] = defaultdict(int)
+    found: list[int] = []
+    for processes, nbytes in units:
+        middle = 2 * begun[processes] + nbytes
+        begun[processes] += nbytes
+        found.append(processes[middle * len(processes) // (2 * total[processes])])
+    return found
 
 
 @lru_cache(maxsize=4096)

@@ -27,7 +27,7 @@ from jax.sharding import Sharding, SingleDeviceSharding
 from msgspec import Struct
 
 from jaxckpt._options import Transfer
-from jaxckpt._shards import Device, Slice, owned, wanted
+from jaxckpt._shards import Device, Slice, replicated, wanted
 
 Way = Literal["direct", "pinned", "staged"]
 
@@ -45,12 +45,17 @@ class Shard(Struct, frozen=True, gc=False):
 
 
 def shards(array: jax.Array) -> list[Shard]:
-    """The distinct shards of an array that this process stores. Takes no copy and does not wait."""
-    boxes = owned(array.sharding, array.shape)
+    """The distinct shards of an array that this process holds whole. Takes no copy and does not wait."""
+    boxes = replicated(array.sharding, array.shape)
     if len(boxes) == 1 and array.is_fully_replicated:
-        return [Shard(boxes[0][0], array.addressable_data(0))]
-    local = {shard.device: shard.data for shard in array.addressable_shards} if boxes else {}
-    return [Shard(box, local[device]) for box, device in boxes]
+        return [Shard(boxes[0].slice, array.addressable_data(0))]
+    local = by_device(array)
+    return [Shard(held.slice, local[held.devices[0]]) for held in boxes]
+
+
+def by_device(array: jax.Array) -> dict[Device, jax.Array]:
+    """The data on each local device."""
+    return {shard.device: shard.data for shard in array.addressable_shards}
 
 
 def way(data: Any, transfer: Transfer, most_pinned_bytes: int) -> Way:
@@ -167,8 +172,13 @@ def pull(data: Any, box: Slice) -> np.ndarray[Any, Any]:
         return view(data)
     if _device(data).platform == "cpu" and not _is_sub_byte(data.dtype):
         return view(data)[box.index]
+    return np.asarray(cut(data, box))
+
+
+def cut(data: jax.Array, box: Slice) -> jax.Array:
+    """The box `box` of a shard, on its device."""
     # The starts are operands, so that all boxes of one shape share one compilation.
-    return np.asarray(jax.lax.dynamic_slice(data, box.start, box.shape))
+    return data if box.shape == data.shape else jax.lax.dynamic_slice(data, box.start, box.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,10 +219,17 @@ class Target(Struct, frozen=True, gc=False):
     dtype: np.dtype[Any]
     sharding: Sharding | None
 
+    @property
+    def is_one_put(self) -> bool:
+        """Whether one `device_put` of the whole array makes it. On devices of other processes that is a collective."""
+        sharding = self.sharding
+        return sharding is None or (sharding.is_fully_replicated and sharding.is_fully_addressable)
+
     def boxes(self) -> list[Slice]:
         """The distinct boxes that have to be read for it."""
-        if self.sharding is None or self.sharding.is_fully_replicated:
+        if self.is_one_put:
             return [Slice((0,) * len(self.shape), self.shape)]
+        assert self.sharding is not None
         return list(dict.fromkeys(box for _, box in wanted(self.sharding, self.shape)))
 
 
@@ -228,9 +245,10 @@ def place(
     counts: list[int] = []
     for target, host in zip(targets, hosts, strict=True):
         sharding = target.sharding
-        if sharding is None or sharding.is_fully_replicated:
+        if target.is_one_put:
             parts = [(next(iter(host.values())), sharding)]
         else:
+            assert sharding is not None
             kind = sharding.memory_kind
             parts = [
                 (host[box], SingleDeviceSharding(device, memory_kind=kind))
@@ -257,10 +275,7 @@ def _assemble(targets: Sequence[Target], arrays: Sequence[jax.Array], counts: Se
     built, at = [], 0
     for target, count in zip(targets, counts, strict=True):
         parts, at = arrays[at : at + count], at + count
-        if target.sharding is None or target.sharding.is_fully_replicated:
-            built.append(parts[0])
-        else:
-            built.append(jax.make_array_from_single_device_arrays(target.shape, target.sharding, list(parts)))
+        built.append(parts[0] if target.is_one_put else _joined(target, list(parts)))
     return built
 
 
@@ -304,8 +319,12 @@ def put_part(
 
 def join(shards_: dict[Device, jax.Array], target: Target) -> jax.Array:
     """The array whose shards these are."""
+    return _joined(target, list(shards_.values()))
+
+
+def _joined(target: Target, parts: list[jax.Array]) -> jax.Array:
     assert target.sharding is not None
-    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, list(shards_.values()))
+    return jax.make_array_from_single_device_arrays(target.shape, target.sharding, parts, dtype=target.dtype)
 
 
 @partial(jax.jit, donate_argnums=0)

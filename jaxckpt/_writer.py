@@ -3,7 +3,8 @@
 import asyncio
 import math
 import os
-from collections.abc import AsyncGenerator, Callable, Iterable, Sequence
+import sys
+from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -19,13 +20,15 @@ from jaxckpt._collector import paused_collector
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
-from jaxckpt._shards import Shape, Slice, chunk_shape, chunks, whole
+from jaxckpt._shards import Replicated, Shape, Slice, chunk_shape, chunks, owners, replicated, whole
 from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import (
     PinnedCopies,
     Shard,
     Staging,
+    by_device,
     copy_into,
+    cut,
     host_bytes,
     is_copied_by_cores,
     shards,
@@ -81,8 +84,13 @@ class _Part(Struct, frozen=True, gc=False):
     def nbytes(self) -> int:
         return self.box.size * self.data.dtype.itemsize
 
+    @property
+    def inner(self) -> Slice:
+        """The box in the coordinates of `data`."""
+        return self.box.within(self.held)
+
     def copy_into(self, raw: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-        return copy_into(raw, self.data, self.box.within(self.held))
+        return copy_into(raw, self.data, self.inner)
 
 
 _Member = tuple[_Part, int]
@@ -113,8 +121,10 @@ class Writer:
         self._on_progress = on_progress
         self._staging_bytes = min(_STAGING_BYTES, limit // 2)
         self._most_pinned_bytes = limit // 2
-        # A quarter of the budget at most, so that one piece moves while another is written.
-        self._chunk_bytes = min(options.chunk_bytes, limit // 4)
+        # A quarter of the budget at most, so that one piece moves while another is written. Several
+        # processes must agree on the chunks, so what one of them has free does not count.
+        agreed = limit if jax.process_count() == 1 else options.max_host_bytes or sys.maxsize
+        self._chunk_bytes = min(options.chunk_bytes, agreed // 4)
         self._pack_bytes = min(_PACK_BYTES, limit // 4)
         self._limit = limit
         self._context = _store.context()
@@ -130,7 +140,9 @@ class Writer:
         shard = data.sharding.shard_shape(data.shape) if isinstance(data, jax.Array) else data.shape
         if packable and math.prod(shard) * data.dtype.itemsize < max(1, self._options.pack_below_bytes):
             return Source(number, data, None)
-        chunk = chunk_shape(shard, data.shape, data.dtype.itemsize, self._chunk_bytes)
+        share = math.ceil(math.prod(shard) * data.dtype.itemsize / _copies(data))
+        target = min(self._chunk_bytes, max(share, self._options.pack_below_bytes, MIB))
+        chunk = chunk_shape(shard, data.shape, data.dtype.itemsize, target)
         return Source(number, data, Layout(root.child(name), name or str(number), data.shape, data.dtype, chunk))
 
     async def write(self, sources: Sequence[Source], packs: Location | None, captured: Callable[[], None]) -> Index:
@@ -168,12 +180,16 @@ class Writer:
         """All parts in the order of the sources; shards that the host can address become views here."""
         with paused_collector():
             found: list[_Part] = []
+            shared: list[Source] = []
             for source in sources:
-                if isinstance(source.data, jax.Array):
+                if not isinstance(source.data, jax.Array):
+                    found.extend(self._numpy_parts(source))
+                elif source.data.is_fully_addressable:
                     for shard in shards(source.data):
                         found.extend(self._shard_parts(source, shard))
                 else:
-                    found.extend(self._numpy_parts(source))
+                    shared.append(source)
+            found.extend(self._shared_parts(shared))
         return await in_thread(_with_views, found)
 
     def _shard_parts(self, source: Source, shard: Shard) -> list[_Part]:
@@ -182,6 +198,26 @@ class Writer:
         if chosen == "staged" and source.layout is not None:
             boxes = list(chunks(shard.slice, source.layout.chunk))
         return [_Part(source, box, shard.data, shard.slice, chosen) for box in boxes]
+
+    def _shared_parts(self, sources: Sequence[Source]) -> Iterator[_Part]:
+        """What of arrays that several processes hold is this one's to write."""
+        units = [
+            (source, held, box)
+            for source in sources
+            for held in replicated(source.data.sharding, source.data.shape)
+            for box in _units(source, held)
+        ]
+        here = jax.process_index()
+        local = {source.number: by_device(source.data) for source in sources}
+        nbytes = [(held.processes, box.size * source.data.dtype.itemsize) for source, held, box in units]
+        for (source, held, box), owner in zip(units, owners(nbytes), strict=True):
+            if owner == here:
+                data = local[source.number][held.devices[held.processes.index(here)]]
+                if box == held.slice:
+                    yield from self._shard_parts(source, Shard(box, data))
+                else:
+                    chosen = way(data, self._options.transfer, self._most_pinned_bytes)
+                    yield _Part(source, box, data, held.slice, chosen)
 
     def _numpy_parts(self, source: Source) -> list[_Part]:
         box = whole(source.data.shape)
@@ -228,11 +264,13 @@ class Writer:
         match part.way:
             case "direct":
                 captured.set()
-                yield part.data
+                yield part.data[part.inner.index]
             case "pinned":
                 async with self._budget.reserve(part.nbytes):
                     async with self._copying if is_copied_by_cores(part.data) else nullcontext():
-                        finish = self._copies.start([part.data])  # quick, and so all allocated by one thread
+                        finish = self._copies.start(
+                            [cut(part.data, part.inner)]
+                        )  # quick, and so all allocated by one thread
                         captured.set()
                         (host,) = await in_thread(finish)
                     yield host
@@ -300,6 +338,20 @@ class Writer:
             for leaf, box, name, offset, hashes in sorted(self._pieces, key=lambda piece: (piece[0], piece[1].start))
         ]
         return Index(files=[self._files[name] for name in files], pieces=pieces)
+
+
+def _copies(data: Any) -> int:
+    """How many processes hold each slice of an array, and so can share the writing of it."""
+    if not isinstance(data, jax.Array) or data.is_fully_addressable:
+        return 1
+    return max((len(held.processes) for held in replicated(data.sharding, data.shape)), default=1)
+
+
+def _units(source: Source, held: Replicated) -> Iterable[Slice]:
+    """What of a slice is written by one process: all of it where one holds it or it is packed, else each chunk."""
+    if source.layout is None or len(held.processes) == 1:
+        return [held.slice]
+    return chunks(held.slice, source.layout.chunk)
 
 
 def _is_captured(job: _Part | _PackJob) -> bool:
