@@ -28,7 +28,7 @@ MANIFEST = "manifest.json"
 
 _OURS = re.compile(r"manifest\.json|d-[0-9a-f]{32}|\.manifest\.json\.[0-9a-f]{32}")
 
-_LOOKS = 100
+_LOOKS = 40
 _SECONDS_BETWEEN_LOOKS = 0.05
 
 _log = logging.getLogger("jaxckpt")

@@ -229,12 +229,45 @@ class _Version(Struct):
 
 
 class ArrayAttributes(Record):
-    """What `async_serialize` keeps in an array's own `zarr.json`, under the attribute `jaxckpt`."""
+    """What `async_serialize` keeps in an array's own `zarr.json`, its commit, under the attribute `jaxckpt`."""
 
     format_version: int
+    attempt: Attempt
+
+
+class ArrayIndex(Record):
+    """What one process wrote of an array of `async_serialize`: the file `index-<process>.json` beside the chunks."""
+
+    attempt: Attempt
+    shape: Box
     dtype: str
     files: list[File]
     pieces: list[Piece]
+
+
+class _ArrayEnvelope(Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    xxh3_128: Hash
+    index: msgspec.Raw
+
+
+def encode_array_index(index: ArrayIndex) -> bytes:
+    body = msgspec.json.encode(index)
+    return msgspec.json.encode(_ArrayEnvelope(xxh3_128=digest(body), index=msgspec.Raw(body)))
+
+
+def decode_array_index(data: bytes, where: str) -> ArrayIndex:
+    """The index in `data`, which was read from `where`, its hash checked.
+
+    Raises:
+        CorruptCheckpointError: It is not an index, or was altered.
+    """
+    try:
+        envelope = msgspec.json.decode(data, type=_ArrayEnvelope)
+        if digest(bytes(envelope.index)) != envelope.xxh3_128:
+            raise CorruptCheckpointError(f"{where}: the index does not match its hash; it was altered or cut")
+        return msgspec.json.decode(envelope.index, type=ArrayIndex)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where}: not the index of an array ({error})") from error
 
 
 def encode_manifest(manifest: Manifest) -> bytes:

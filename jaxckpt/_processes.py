@@ -13,7 +13,7 @@ import asyncio
 import contextlib
 import itertools
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import jax
@@ -22,7 +22,6 @@ from jax._src import distributed as jax_distributed
 from msgspec import Struct
 
 from jaxckpt._errors import CheckpointError, PeerError, SaveTimeoutError
-from jaxckpt._tasks import in_thread
 
 T = TypeVar("T")
 
@@ -71,7 +70,8 @@ class Conversation:
     async def tell(self, phase: str, value: Any) -> None:
         """Say `value`, once, to all others (the first process), or to the first."""
         if self.count > 1:
-            await in_thread(self._set, phase, _Message(msgspec.Raw(msgspec.json.encode(value))))
+            message = _Message(msgspec.Raw(msgspec.json.encode(value)))
+            await self._ask(phase, time.monotonic() + self._timeout_seconds, self._set, phase, message)
 
     async def hear(self, phase: str, kind: type[T], *, after: str | None = None) -> T:
         """What the first process says, which it does once the others have spoken in the phase `after`.
@@ -81,11 +81,10 @@ class Conversation:
             SaveTimeoutError: Nothing is said; names who is missing.
         """
         deadline = time.monotonic() + self._timeout_seconds
-        while (data := await in_thread(self._get, phase)) is None:
+        while (data := await self._ask(phase, deadline, self._get, phase)) is None:
             if time.monotonic() > deadline:
-                spoken = await in_thread(self._said, after) if after else {}
-                silent = [process for process in range(1, self.count) if process not in spoken] if after else []
-                raise self._timeout(after or phase, silent or [0])
+                silent = await self._silent(after) if after else []
+                raise self._timeout(after if silent and after else phase, silent or [0])
         return _value(data, kind)
 
     async def collect(self, phase: str, kind: type[T]) -> list[T]:
@@ -99,11 +98,10 @@ class Conversation:
         deadline = time.monotonic() + self._timeout_seconds
         pause = 0.002
         while len(found) < self.count - 1:
-            for process, data in (await in_thread(self._said, phase)).items():
-                if process not in found:
-                    found[process] = _value(data, kind)
-            if time.monotonic() > deadline:
-                raise self._timeout(phase, [process for process in range(1, self.count) if process not in found])
+            said = await self._ask(phase, deadline, self._said, phase)
+            found |= {process: _value(data, kind) for process, data in said.items() if process not in found}
+            if len(found) < self.count - 1 and time.monotonic() > deadline:
+                raise self._timeout(phase, await self._silent(phase))
             await asyncio.sleep(pause)
             pause = min(2 * pause, _SHORT_SECONDS)
         return [found[process] for process in sorted(found)]
@@ -120,6 +118,20 @@ class Conversation:
             if phase not in self._told:
                 with contextlib.suppress(PeerError):
                     self._set(phase, message)
+
+    async def _ask(self, phase: str, deadline: float, function: Callable[..., T], *args: Any) -> T:
+        """Ask the coordination service, which does not answer while the process that runs it is stopped."""
+        asking = asyncio.ensure_future(asyncio.to_thread(function, *args))
+        asking.add_done_callback(lambda done: done.cancelled() or done.exception())  # perhaps after we have left
+        await asyncio.wait([asking], timeout=max(0.0, deadline - time.monotonic()) + 2 * _SHORT_SECONDS)
+        if not asking.done():
+            raise self._timeout(phase, [0])
+        return asking.result()
+
+    async def _silent(self, phase: str) -> list[int]:
+        """Who has said nothing in a phase in which all but the first process speak."""
+        said = await self._ask(phase, time.monotonic(), self._said, phase)
+        return [process for process in range(1, self.count) if process not in said]
 
     def _get(self, phase: str) -> bytes | None:
         try:

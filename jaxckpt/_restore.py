@@ -2,6 +2,7 @@
 
 import difflib
 import errno
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -28,6 +29,7 @@ from jaxckpt._manifest import (
     Index,
     Leaf,
     Manifest,
+    decode_array_index,
     dtype_named,
 )
 from jaxckpt._options import MIB, RestoreOptions
@@ -38,6 +40,7 @@ from jaxckpt._transfer import Placement, Target, blank, can_fill, join, place, p
 
 _BATCH_BYTES = 64 * MIB
 _BATCH_LEAVES = 65536
+_INDEX = re.compile(r"index-\d+\.json")
 _HAS_DTYPE = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -94,9 +97,9 @@ async def restore_arrays(
     wants: list[_Want] = []
     pieces: dict[int, list[Stored]] = {}
     for number, (location, like, label) in enumerate(zip(places, likes, labels, strict=True)):
-        leaf, index = await in_thread(_read_array_metadata, location)
+        leaf, indexes = await in_thread(_read_array_metadata, location)
         wants.append(_want(number, leaf, like, label, request))
-        pieces[number] = _reader.by_leaf([(index, location)], str(location))[0]
+        pieces[number] = _reader.by_leaf([(index, location) for index in indexes], str(location))[0]
     values = await _read_all(wants, pieces, request)
     return [values[number] for number in range(len(places))]
 
@@ -349,22 +352,33 @@ def _finish(batch: Sequence[_Want], hosts: Sequence[Boxes], placement: Placement
     return values
 
 
-def _read_array_metadata(location: Location) -> tuple[Leaf, Index]:
-    """The array that `async_serialize` left at `location`, as a leaf and an index of its pieces."""
+def _read_array_metadata(location: Location) -> tuple[Leaf, list[Index]]:
+    """The array that `async_serialize` left at `location`, as a leaf and the indexes of its pieces."""
     where = f"{location}/{_store.METADATA}"
     try:
         found = msgspec.json.decode(location.read(_store.METADATA), type=_ZarrArray)
     except CheckpointNotFoundError:
         raise CheckpointNotFoundError(errno.ENOENT, f"no array: there is no {_store.METADATA}", str(location)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(
             f"{where}: not an array that jaxckpt wrote ({error}); open others with zarr or tensorstore"
         ) from error
     ours = found.attributes.jaxckpt
     if ours.format_version != FORMAT_VERSION:
         raise CorruptCheckpointError(f"{where}: format version {ours.format_version}; expected {FORMAT_VERSION}")
-    leaf = Leaf(name="array", kind="array", shape=found.shape, dtype=ours.dtype)
-    return leaf, Index(files=ours.files, pieces=ours.pieces)
+    names = sorted(name for name in location.names() or [] if _INDEX.fullmatch(name))
+    indexes = [decode_array_index(location.read(name), f"{location}/{name}") for name in names]
+    if not indexes:
+        raise CorruptCheckpointError(f"{location}: the index file of the array is missing")
+    for name, index in zip(names, indexes, strict=True):
+        if index.attempt != ours.attempt:
+            raise CorruptCheckpointError(f"{location}/{name}: it belongs to another array than {where}")
+        if (index.shape, index.dtype) != (found.shape, indexes[0].dtype):
+            raise CorruptCheckpointError(
+                f"{where}: shape {found.shape}, but {name} says {index.dtype}{index.shape}; it was altered"
+            )
+    leaf = Leaf(name="array", kind="array", shape=found.shape, dtype=indexes[0].dtype)
+    return leaf, [Index(files=index.files, pieces=index.pieces) for index in indexes]
 
 
 class _Attributes(msgspec.Struct):

@@ -4,6 +4,7 @@ import errno
 import itertools
 import re
 import time
+import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -17,12 +18,19 @@ from msgspec.structs import replace
 
 from jaxckpt import _commit, _store, _tree
 from jaxckpt._collector import paused_collector
-from jaxckpt._errors import CheckpointExistsError, LeafMismatchError, UnsupportedLeafError
+from jaxckpt._errors import (
+    CheckpointError,
+    CheckpointExistsError,
+    LeafMismatchError,
+    StorageError,
+    UnsupportedLeafError,
+)
 from jaxckpt._info import CheckpointInfo, info
 from jaxckpt._location import Location
 from jaxckpt._manifest import (
     FORMAT_VERSION,
     ArrayAttributes,
+    ArrayIndex,
     File,
     Index,
     IndexFile,
@@ -32,6 +40,7 @@ from jaxckpt._manifest import (
     Timings,
     Value,
     digest,
+    encode_array_index,
     encode_index,
     name_of,
 )
@@ -41,7 +50,7 @@ from jaxckpt._shards import describe
 from jaxckpt._tasks import clean_up, in_thread
 from jaxckpt._writer import Layout, Source, Writer
 
-_ARRAY_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__[0-9a-f]+)?|\.zarr\.json\.[0-9a-f]{32}")
+_ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(\.__[0-9a-f]+)?|\.zarr\.json\.[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,8 +189,13 @@ async def _begin(
             f"process 0 saves to {opening.path}: paths, shapes, dtypes, shardings and Python values must be the same; "
             "numpy arrays may differ, those of process 0 are saved"
         )
-    held = set(opening.elsewhere)
-    return [source for source in plan.sources if not _is_local(source.data) or source.number in held]
+    return _shared_out(plan.sources, opening)
+
+
+def _shared_out(sources: Sequence[Source], opening: _Opening) -> list[Source]:
+    """What another process than the first takes part in writing."""
+    elsewhere = set(opening.elsewhere)
+    return [source for source in sources if not _is_local(source.data) or source.number in elsewhere]
 
 
 def _is_local(data: Any) -> bool:
@@ -207,6 +221,14 @@ def _manifest(attempt: _commit.Attempt, plan: _Plan, closing: _Closing) -> Manif
     )
 
 
+class _Written(msgspec.Struct, frozen=True):
+    """An index file that a process has written beside the chunks of array `number`: proof that storage is shared."""
+
+    number: int
+    file: str
+    nbytes: int
+
+
 async def save_arrays(
     targets: Sequence[Location], arrays: Sequence[Any], labels: Sequence[str], request: Request
 ) -> None:
@@ -214,23 +236,58 @@ async def save_arrays(
 
     Chunks are written first; an array exists when its `zarr.json` does, which is put last.
     """
-    for array, label in zip(arrays, labels, strict=True):
-        if _tree.kind_of(array, (label,)) not in ("array", "numpy"):
-            raise UnsupportedLeafError(
-                f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array"
-            )
-    new_entries = await in_thread(_claim, targets, overwrite=request.overwrite)
+    talk = request.conversation
     try:
+        for array, label in zip(arrays, labels, strict=True):
+            if _tree.kind_of(array, (label,)) not in ("array", "numpy"):
+                raise UnsupportedLeafError(
+                    f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array"
+                )
         writer = request.writer()
         sources = [
             writer.source(number, array, target, "", packable=False)
             for number, (target, array) in enumerate(zip(targets, arrays, strict=True))
         ]
-        index = await writer.write(sources, None, request.captured)
-        await in_thread(_commit_arrays, targets, sources, index, new_entries)
-    except BaseException:
-        await clean_up(_discard_unfinished, targets)
+        attempt, ours, new_entries = await _claim_together(targets, sources, request)
+        index = await writer.write(ours, None, request.captured)
+        written = await in_thread(_write_array_indexes, targets, sources, index, attempt, new_entries)
+        if talk.is_first:
+            await in_thread(_check_seen, targets, await talk.collect("write", list[_Written]))
+            await in_thread(_commit_arrays, targets, sources, attempt)
+            await talk.tell("commit", None)
+        else:
+            await talk.tell("write", written[:1])
+            await talk.hear("commit", type(None), after="write")
+    except BaseException as error:
+        if talk.is_first:
+            await clean_up(_discard_unfinished, targets)
+        await clean_up(talk.fail, ("begin", "commit") if talk.is_first else ("write",), error)
         raise
+
+
+async def _claim_together(
+    targets: Sequence[Location], sources: Sequence[Source], request: Request
+) -> tuple[str, list[Source], list[str]]:
+    """Claim the targets, by the first process, and agree on the attempt.
+
+    Returns its id, what this process writes, and the directories that got a new entry.
+    """
+    talk = request.conversation
+    layouts = [source.layout for source in sources if source.layout]
+    described = digest(msgspec.json.encode([(layout.shape, layout.dtype.name, layout.chunk) for layout in layouts]))
+    if talk.is_first:
+        new_entries = await in_thread(_claim, targets, overwrite=request.overwrite)
+        elsewhere = [source.number for source in sources if _is_elsewhere(source.data)]
+        opening = _Opening(uuid.uuid4().hex, "", str(targets[0]) if targets else "", described, elsewhere)
+        await talk.tell("begin", opening)
+        return opening.attempt, list(sources), new_entries
+    opening = await talk.hear("begin", _Opening)
+    if opening.tree != described:
+        raise LeafMismatchError(
+            f"process {talk.index} serializes other arrays than process 0 (whose first path is {opening.path}): "
+            "their number, shapes and dtypes must be the same in all processes"
+        )
+    return opening.attempt, _shared_out(sources, opening), []
 
 
 def _array_of(leaf: Any, kind: str) -> Any:
@@ -324,28 +381,61 @@ def _discard_unfinished(targets: Sequence[Location]) -> None:
             target.remove()
 
 
-def _commit_arrays(
-    targets: Sequence[Location], sources: Sequence[Source], index: Index, new_entries: Sequence[str]
-) -> None:
+def _write_array_indexes(
+    targets: Sequence[Location], sources: Sequence[Source], index: Index, attempt: str, new_entries: Sequence[str]
+) -> list[_Written]:
+    """Write the index of this process for every array that it has written to, and make all directories durable.
+
+    The first process has one for every array: it says what the array is.
+    """
+    written: list[_Written] = []
+    for target, source in zip(targets, sources, strict=True):
+        part = _part_of(index, source, attempt)
+        if part.pieces or jax.process_index() == 0:
+            file, encoded = f"index-{jax.process_index()}.json", encode_array_index(part)
+            target.write(file, encoded)
+            target.sync([target.path])
+            written.append(_Written(source.number, file, len(encoded)))
+    if targets:
+        targets[0].sync(dict.fromkeys([*new_entries, *(target.path for target in targets)]))
+    return written
+
+
+def _check_seen(targets: Sequence[Location], written: Sequence[Sequence[_Written]]) -> None:
+    for process, files in enumerate(written, start=1):
+        for file in files:
+            target = targets[file.number]
+            try:
+                target.check_size(file.file, file.nbytes)
+            except CheckpointError as error:
+                raise StorageError(
+                    errno.ENOENT,
+                    f"process {process} has written {file.file} there, which process 0 does not see; "
+                    "all processes must use one path on storage that they share, not on a disk of their own",
+                    str(target),
+                ) from error
+
+
+def _commit_arrays(targets: Sequence[Location], sources: Sequence[Source], attempt: str) -> None:
+    attributes = msgspec.to_builtins(ArrayAttributes(format_version=FORMAT_VERSION, attempt=attempt))
     for target, source in zip(targets, sources, strict=True):
         assert source.layout is not None
-        written = _part_of(index, source)
-        attributes = ArrayAttributes(
-            format_version=FORMAT_VERSION,
-            dtype=source.layout.dtype.name,
-            files=written.files,
-            pieces=written.pieces,
-        )
-        target.sync([*new_entries, target.path])
-        target.put(_store.METADATA, source.layout.metadata({"jaxckpt": msgspec.to_builtins(attributes)}), replaces=None)
+        target.put(_store.METADATA, source.layout.metadata({"jaxckpt": attributes}), replaces=None)
 
 
-def _part_of(index: Index, source: Source) -> Index:
+def _part_of(index: Index, source: Source, attempt: str) -> ArrayIndex:
     """What `index` holds of one array, as an index of that array alone."""
+    assert source.layout is not None
     numbers = {number: None for piece in index.pieces if piece.leaf == source.number for number in [piece.file]}
     renumbered = {number: position for position, number in enumerate(numbers)}
     files = [replace(index.files[number], name=PurePosixPath(index.files[number].name).name) for number in numbers]
     pieces = [
         replace(piece, leaf=0, file=renumbered[piece.file]) for piece in index.pieces if piece.leaf == source.number
     ]
-    return Index(files=files, pieces=pieces)
+    return ArrayIndex(
+        attempt=attempt,
+        shape=source.layout.shape,
+        dtype=name_of(source.layout.dtype),
+        files=files,
+        pieces=pieces,
+    )

@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import math
+from dataclasses import dataclass
 
 import jax
 import msgspec
@@ -115,15 +116,74 @@ def test_what_overlaps_or_leaves_a_hole_does_not_cover(
         assert _shards.covers(boxes, shape) == exact
 
 
-@given(st.data())
-def test_the_owned_slices_of_a_sharding_cover_each_element_once(data: st.DataObject) -> None:
-    mesh = Mesh(np.array(jax.devices()).reshape(2, 4), ("a", "b"))
-    spec = data.draw(st.permutations(["a", "b", None, None, ("a", "b")]).map(lambda axes: axes[:2]))
-    used = [axis for part in spec if part for axis in (part if isinstance(part, tuple) else (part,))]
-    if len(set(used)) != len(used):
-        return
-    sharding = NamedSharding(mesh, PartitionSpec(*spec))
-    assert _shards.covers([box for box, _ in _shards.owned(sharding, (16, 8))], (16, 8))
+@dataclass(frozen=True)
+class Place:
+    """A device, as far as planning sees it."""
+
+    id: int
+    process_index: int
+
+
+class Layout:
+    """A sharding over devices of several processes, made from one over local devices."""
+
+    def __init__(self, sharding: NamedSharding, places: list[Place]) -> None:
+        self.sharding, self.places = sharding, places
+
+    def devices_indices_map(self, shape: tuple[int, ...]) -> dict[Place, tuple[slice, ...]]:
+        return {self.places[d.id]: index for d, index in self.sharding.devices_indices_map(shape).items()}
+
+
+@st.composite
+def layouts(draw: st.DrawFn) -> Layout:
+    shape = draw(st.sampled_from([(8,), (2, 4), (4, 2), (2, 2, 2)]))
+    axes = ("a", "b", "c")[: len(shape)]
+    used = draw(
+        st.permutations(axes).flatmap(lambda order: st.sampled_from([order[:n] for n in range(len(order) + 1)]))
+    )
+    spec = [*used, None] if draw(st.booleans()) else [None, *used]
+    joined = tuple(used) if draw(st.booleans()) and used else None
+    mesh = Mesh(np.array(jax.devices()).reshape(shape), axes)
+    processes = draw(st.lists(st.integers(0, 4), min_size=8, max_size=8))
+    places = [Place(number, process) for number, process in enumerate(processes)]
+    return Layout(NamedSharding(mesh, PartitionSpec(joined) if joined else PartitionSpec(*spec)), places)
+
+
+@given(st.lists(layouts(), min_size=1, max_size=6), st.integers(1, 4))
+def test_all_processes_together_write_each_element_of_each_array_once(arrays: list[Layout], rows: int) -> None:
+    """Any meshes, specs, replication and layout of processes; units of whole slices and of chunks."""
+    shape = (16, 8, 8, 8)
+    chunk = (rows, 8, 8, 8)
+    units = [
+        (number, held, box)
+        for number, array in enumerate(arrays)
+        for held in _shards.replicated(array, shape)  # pyright: ignore[reportArgumentType]
+        for box in (_shards.chunks(held.slice, chunk) if number % 2 else [held.slice])
+    ]
+    writers = _shards.owners([(held.processes, box.size) for _, held, box in units])
+    for number in range(len(arrays)):
+        assert _shards.covers([box for at, _, box in units if at == number], shape)
+    for (number, held, _), writer in zip(units, writers, strict=True):
+        assert writer in held.processes
+        device = held.devices[held.processes.index(writer)]
+        assert device.process_index == writer
+        assert device.id == min(
+            p.id for p in arrays[number].places if p.process_index == writer and holds(arrays[number], p, held.slice)
+        )
+
+
+def holds(array: Layout, place: Place, box: Slice) -> bool:
+    index = array.devices_indices_map((16, 8, 8, 8))[place]
+    return tuple(part.indices(n)[0] for part, n in zip(index, (16, 8, 8, 8), strict=True)) == box.start
+
+
+@given(st.lists(st.integers(1, 1000), min_size=1, max_size=200), st.integers(1, 9))
+def test_what_all_hold_is_shared_out_evenly_give_or_take_one_unit(sizes: list[int], count: int) -> None:
+    writers = _shards.owners([(tuple(range(count)), size) for size in sizes])
+    assert writers == sorted(writers)
+    for process in range(count):
+        written = sum(size for size, writer in zip(sizes, writers, strict=True) if writer == process)
+        assert written <= sum(sizes) / count + max(sizes)
 
 
 @given(st.lists(st.integers(0, 300), max_size=60), st.integers(64, 500))
