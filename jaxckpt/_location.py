@@ -117,9 +117,11 @@ class Location:
         return found
 
     def modified(self) -> float:
-        """When the directory, or anything in it, was last changed, in seconds since 1970."""
+        """When the directory or anything in it, or the file where it is one, was last changed, in seconds since 1970."""
         with storage_errors(self.path):
-            return max([os.lstat(self.path).st_mtime, *(file.modified for file in self.files().values())])
+            own = os.lstat(self.path)
+            below = self.files().values() if stat.S_ISDIR(own.st_mode) else ()
+            return max([own.st_mtime, *(file.modified for file in below)])
 
     def names(self) -> list[str] | None:
         """What the directory holds, or None where there is no such directory."""
