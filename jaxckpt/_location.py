@@ -271,7 +271,7 @@ class Location:
                 raise self._overtaken(name) from error
             raise
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # what stays of it is invisible, and `gc` removes it
                 os.unlink(self._at(temporary))
         self.sync([self.path])
 
