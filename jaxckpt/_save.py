@@ -39,7 +39,7 @@ from jaxckpt._shards import describe
 from jaxckpt._tasks import clean_up, in_thread
 from jaxckpt._writer import Layout, Source, Writer
 
-_ARRAY_FILE = re.compile(r"zarr\.json|c(\.\d+)*(\.__[0-9a-f]+)?|\.zarr\.json\.[0-9a-f]{32}")
+_ARRAY_FILE = re.compile(r"zarr\.json|c(\.\d+)*(_[0-9a-f]+\.__lock)?|\.zarr\.json\.[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
