@@ -153,14 +153,18 @@ class Location:
         return os.path.realpath(self.path)
 
     def make(self) -> list[str]:
-        """Create the directory and its parents; return those directories that got a new entry."""
-        missing, path = [], self.path
+        """Create the directory and its parents, all or none; return those directories that got a new entry."""
+        new_entries, path = [], self.path
         while not os.path.isdir(path) and path != os.path.dirname(path):
-            missing.append(path)
             path = os.path.dirname(path)
-        with storage_errors(self.path):
-            os.makedirs(self.path, exist_ok=True)
-        return [os.path.dirname(path) for path in missing]
+            new_entries.append(path)
+        try:
+            with storage_errors(self.path):
+                os.makedirs(self.path, exist_ok=True)
+        except StorageError:
+            self.remove_if_empty(new_entries)
+            raise
+        return new_entries
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
@@ -301,7 +305,9 @@ class Location:
             try:
                 with Location(path).locked():  # somebody who makes a directory here holds it
                     os.rmdir(path)
-            except (OSError, CheckpointNotFoundError):
+            except CheckpointNotFoundError:
+                continue
+            except OSError:
                 return
 
     def _at(self, name: str) -> str:
