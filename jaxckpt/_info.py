@@ -1,13 +1,15 @@
 """What a caller learns about a checkpoint from its manifest alone."""
 
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import jax
 
+from jaxckpt._errors import CorruptCheckpointError
 from jaxckpt._location import Location
 from jaxckpt._manifest import IndexFile, Leaf, Manifest, Node, dtype_named
-from jaxckpt._tree import unflatten
+from jaxckpt._tree import paths, unflatten
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +47,9 @@ class CheckpointInfo:
     @property
     def tree(self) -> Any:
         """The saved tree, with a `jax.ShapeDtypeStruct` for every array and the value of every Python leaf."""
-        return unflatten(list(self._nodes), [stand_in(leaf) for leaf in self.leaves], self.path)
+        nodes = list(self._nodes)
+        paths(nodes, len(self.leaves), self.path)
+        return unflatten(nodes, [stand_in(leaf) for leaf in self.leaves], self.path)
 
 
 def info(root: Location, manifest: Manifest) -> CheckpointInfo:
@@ -64,10 +68,28 @@ def info(root: Location, manifest: Manifest) -> CheckpointInfo:
 
 
 def stand_in(leaf: Leaf) -> Any:
-    """The leaf without its data: a `jax.ShapeDtypeStruct`, of a key dtype for PRNG keys, or the Python value."""
+    """The leaf without its data: a `jax.ShapeDtypeStruct`, of a key dtype for PRNG keys, or the Python value.
+
+    Raises:
+        CorruptCheckpointError: A PRNG key is of a kind that JAX does not know, or its data are not of that kind.
+    """
     if leaf.value is not None:
         return leaf.value.get()
     stored = jax.ShapeDtypeStruct(leaf.shape, dtype_named(leaf.dtype))
     if leaf.kind != "key":
         return stored
-    return jax.eval_shape(lambda data: jax.random.wrap_key_data(data, impl=leaf.impl), stored)
+    try:
+        key, data = _key_of(leaf.impl or "")
+    except ValueError as error:
+        raise CorruptCheckpointError(f"leaf {leaf.name}: {leaf.impl!r} is no PRNG that JAX knows") from error
+    batch = leaf.shape[: len(leaf.shape) - len(data.shape)]
+    if stored != jax.ShapeDtypeStruct((*batch, *data.shape), data.dtype):
+        raise CorruptCheckpointError(f"leaf {leaf.name}: {stored} is not the data of {key.dtype} keys")
+    return jax.ShapeDtypeStruct(batch, key.dtype)
+
+
+@cache
+def _key_of(impl: str) -> tuple[Any, Any]:
+    """One PRNG key and its data, without either: to trace that anew for every leaf would take minutes."""
+    key = jax.eval_shape(lambda: jax.random.key(0, impl=impl))
+    return key, jax.eval_shape(jax.random.key_data, key)

@@ -121,9 +121,11 @@ class Location:
         return found
 
     def modified(self) -> float:
-        """When the directory, or anything in it, was last changed, in seconds since 1970."""
+        """When the directory or anything in it, or the file where it is one, was last changed, in seconds since 1970."""
         with storage_errors(self.path):
-            return max([os.lstat(self.path).st_mtime, *(file.modified for file in self.files().values())])
+            own = os.lstat(self.path)
+            below = self.files().values() if stat.S_ISDIR(own.st_mode) else ()
+            return max([own.st_mtime, *(file.modified for file in below)])
 
     def names(self) -> list[str] | None:
         """What the directory holds, or None where there is no such directory."""
@@ -155,14 +157,18 @@ class Location:
         return os.path.realpath(self.path)
 
     def make(self) -> list[str]:
-        """Create the directory and its parents; return those directories that got a new entry."""
-        missing, path = [], self.path
+        """Create the directory and its parents, all or none; return those directories that got a new entry."""
+        new_entries, path = [], self.path
         while not os.path.isdir(path) and path != os.path.dirname(path):
-            missing.append(path)
             path = os.path.dirname(path)
-        with storage_errors(self.path):
-            os.makedirs(self.path, exist_ok=True)
-        return [os.path.dirname(path) for path in missing]
+            new_entries.append(path)
+        try:
+            with storage_errors(self.path):
+                os.makedirs(self.path, exist_ok=True)
+        except StorageError:
+            self.remove_if_empty(new_entries)
+            raise
+        return new_entries
 
     @contextlib.contextmanager
     def locked(self) -> Generator[None]:
@@ -273,7 +279,7 @@ class Location:
                 raise self._overtaken(name) from error
             raise
         finally:
-            with contextlib.suppress(FileNotFoundError):
+            with contextlib.suppress(OSError):  # what stays of it is invisible, and `gc` removes it
                 os.unlink(self._at(temporary))
         self.sync([self.path])
 
@@ -303,7 +309,9 @@ class Location:
             try:
                 with Location(path).locked():  # somebody who makes a directory here holds it
                     os.rmdir(path)
-            except (OSError, CheckpointNotFoundError):
+            except CheckpointNotFoundError:
+                continue
+            except OSError:
                 return
 
     def _at(self, name: str) -> str:

@@ -25,13 +25,14 @@ from jaxckpt._errors import CorruptCheckpointError
 
 FORMAT_VERSION = 1
 
-Natural = Annotated[int, Meta(ge=0)]
-Hash = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
-Attempt = Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
+# Not `$`, which also accepts a line feed after the end.
+Hash = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
+Attempt = Annotated[str, Meta(pattern=r"^[0-9a-f]{32}\Z")]
 # A name is a relative path of harmless components: it cannot climb out of the directory it is used in.
 _COMPONENT = r"(?!\.{1,2}(?:/|$))[A-Za-z0-9_.%~-]+"
-Name = Annotated[str, Meta(pattern=rf"^{_COMPONENT}(?:/{_COMPONENT})*$", max_length=1000)]
-Box = tuple[Natural, ...]
+Name = Annotated[str, Meta(pattern=rf"^{_COMPONENT}(?:/{_COMPONENT})*\Z", max_length=1000)]
+Box = Annotated[tuple[Natural, ...], Meta(max_length=64)]  # NumPy has no arrays of more axes
 
 _CORE_DTYPES = frozenset(
     [
@@ -123,6 +124,13 @@ class Value(Record):
             case "str":
                 return self.text
 
+    def check(self) -> None:
+        """Raise ValueError where the text is not of a value."""
+        try:
+            self.get()
+        except (ValueError, OverflowError):
+            raise ValueError(f"{self.text[:40]!r} is no {self.type}") from None
+
 
 class Leaf(Record):
     """One leaf of the saved tree.
@@ -141,6 +149,15 @@ class Leaf(Record):
     sharding: ShardingInfo | None = None
     impl: str | None = None
     value: Value | None = None
+
+    def __post_init__(self) -> None:
+        """Check what the types of the fields do not say. The decoder makes its own error of a ValueError."""
+        if (self.kind == "value") != (self.value is not None):
+            raise ValueError(f"a leaf of kind {self.kind} {'without' if self.value is None else 'with'} a value")
+        if self.value is not None:
+            self.value.check()
+        elif math.prod(n or 1 for n in self.shape) * dtype_named(self.dtype).itemsize >= 2**63:
+            raise ValueError(f"no array is of shape {self.shape}")
 
     @property
     def nbytes(self) -> int:
@@ -294,9 +311,12 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
                 f"{where}: format version {version}, but this jaxckpt reads "
                 f"version {FORMAT_VERSION}; install a newer one"
             )
-        return msgspec.json.decode(body, type=Manifest)
+        manifest = msgspec.json.decode(body, type=Manifest)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise CorruptCheckpointError(f"{where}: not a jaxckpt manifest ({error})") from error
+    if len({file.name for file in manifest.indexes}) != len(manifest.indexes):
+        raise CorruptCheckpointError(f"{where}: an index file is listed twice")
+    return manifest
 
 
 def encode_index(index: Index) -> bytes:

@@ -119,6 +119,19 @@ class Conversation:
                 with contextlib.suppress(PeerError):
                     self._set(phase, message)
 
+    async def failure(self, phase: str) -> PeerError | None:
+        """The failure that the first process has told in a phase so far."""
+        if self.is_first:
+            return None
+        try:
+            said = await self._ask(phase, time.monotonic(), self._said, phase)
+            _value(said.get(0, b"{}"), object)
+        except PeerError as error:
+            return error
+        except SaveTimeoutError:
+            pass
+        return None
+
     async def _ask(self, phase: str, deadline: float, function: Callable[..., T], *args: Any) -> T:
         """Ask the coordination service, which does not answer while the process that runs it is stopped."""
         asking = asyncio.ensure_future(asyncio.to_thread(function, *args))

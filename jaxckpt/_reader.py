@@ -15,7 +15,7 @@ from jaxckpt._collector import paused_collector
 from jaxckpt._errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece, digest
-from jaxckpt._shards import BLOCK_BYTES, Block, Shape, Slice, blocks, covers, is_contiguous
+from jaxckpt._shards import BLOCK_BYTES, Block, Shape, Slice, blocks, count_blocks, covers, is_contiguous
 from jaxckpt._store import as_bytes
 from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import host_array, host_bytes
@@ -104,11 +104,13 @@ def by_leaf(indexes: Iterable[tuple[Index, Location]], where: str) -> dict[int, 
     return found
 
 
-def check(name: str, shape: Shape, dtype: np.dtype[Any], pieces: Sequence[Stored]) -> None:
-    """Whether the records of a leaf's pieces are sound, before anything is allocated by them.
+def check(name: str, shape: Shape, dtype: np.dtype[Any], pieces: Sequence[Stored], taken: dict[str, int]) -> None:
+    """Whether the records of a leaf's pieces are sound, before anything is read or allocated by them.
+
+    `taken` counts, over all leaves, how many bytes of each file belong to pieces.
 
     Raises:
-        CorruptCheckpointError: They do not cover the leaf exactly, or leave their files.
+        CorruptCheckpointError: They do not cover the leaf exactly, leave their files, or overlap in them.
     """
     if not all(len(p.piece.start) == len(p.piece.shape) == len(shape) for p in pieces):
         raise CorruptCheckpointError(f"leaf {name}: a piece has another rank than the leaf's {len(shape)}")
@@ -118,33 +120,29 @@ def check(name: str, shape: Shape, dtype: np.dtype[Any], pieces: Sequence[Stored
         )
     for stored in pieces:
         nbytes = stored.slice.size * dtype.itemsize
+        path = stored.path
+        taken[path] = taken.get(path, 0) + nbytes
+        if taken[path] > stored.file.nbytes:
+            raise CorruptCheckpointError(f"leaf {name}: pieces overlap in {path}: they have more bytes than it")
         if stored.piece.offset + nbytes > stored.file.nbytes:
             raise CorruptCheckpointError(f"leaf {name}: a piece ends after its file {stored.file.name}")
-        if nbytes and len(stored.piece.hashes) != len(blocks(stored.piece.shape, dtype.itemsize)):
+        if nbytes and len(stored.piece.hashes) != count_blocks(stored.piece.shape, dtype.itemsize):
             raise CorruptCheckpointError(f"leaf {name}: a piece in {stored.file.name} has the wrong number of hashes")
 
 
-def check_files(leaves: Iterable[tuple[str, int, Sequence[Stored]]]) -> None:
-    """Whether the files of leaves, each a name, its bytes and its pieces, hold as much as will be allocated.
+def check_files(leaves: Iterable[tuple[str, Sequence[Stored]]]) -> None:
+    """Whether the files of leaves, each a name and its pieces, are as large as recorded.
 
     Raises:
-        CorruptCheckpointError: A file is missing, is of another size than recorded, or
-            holds more bytes by the records than it has.
+        CorruptCheckpointError: A file is missing, or of another size.
     """
-    sizes: dict[str, int] = {}
-    needed, name = 0, ""
-    for name, nbytes, pieces in leaves:
-        needed += nbytes
+    checked: set[str] = set()
+    for name, pieces in leaves:
         for stored in pieces:
-            if stored.path not in sizes:
+            if stored.path not in checked:
                 with _damage_of(name):
                     stored.location.check_size(stored.file.name, stored.file.nbytes)
-                sizes[stored.path] = stored.file.nbytes
-    if needed > sum(sizes.values()):
-        raise CorruptCheckpointError(
-            f"leaf {name} and those before it have {needed} bytes, but their {len(sizes)} files only "
-            f"{sum(sizes.values())}: pieces overlap"
-        )
+                checked.add(stored.path)
 
 
 class Fault(Struct, frozen=True, gc=False):

@@ -26,6 +26,7 @@ from jaxckpt._location import Location
 from jaxckpt._manifest import (
     FORMAT_VERSION,
     ArrayAttributes,
+    Box,
     Index,
     Leaf,
     Manifest,
@@ -167,12 +168,7 @@ def _closest(path: _tree.Path, paths: Sequence[_tree.Path]) -> str:
 
 def _python_value(leaf: Leaf, wish: Any, path: _tree.Path, options: RestoreOptions) -> Any:
     assert leaf.value is not None
-    try:
-        value: Any = leaf.value.get()
-    except (ValueError, OverflowError) as error:
-        raise CorruptCheckpointError(
-            f"leaf {_tree.display(path)}: {leaf.value.text[:40]!r} is no {leaf.value.type}"
-        ) from error
+    value: Any = leaf.value.get()
     if wish is None or type(wish) is type(value):
         return value
     try:
@@ -253,11 +249,12 @@ async def _read_all(wants: Sequence[_Want], pieces: dict[int, list[Stored]], req
     """Read and place everything, in batches that overlap within the budget."""
     limit = request.options.max_host_bytes or default_host_bytes()
     restoring = _Restoring(request, pieces, limit, sum(want.leaf.nbytes for want in wants))
+    taken: dict[str, int] = {}
     with paused_collector():
         for want in wants:
-            _reader.check(want.leaf.name, want.leaf.shape, dtype_named(want.leaf.dtype), pieces.get(want.number, ()))
-    sizes = [(want.leaf.name, want.leaf.nbytes, pieces.get(want.number, ())) for want in wants]
-    await in_thread(_reader.check_files, sizes)
+            stored = pieces.get(want.number, ())
+            _reader.check(want.leaf.name, want.leaf.shape, dtype_named(want.leaf.dtype), stored, taken)
+    await in_thread(_reader.check_files, [(want.leaf.name, pieces.get(want.number, ())) for want in wants])
     async with Tasks() as tasks:
         for batch in _batches(wants, min(_BATCH_BYTES, limit // 4)):
             await restoring.start(batch, tasks)
@@ -377,7 +374,10 @@ def _read_array_metadata(location: Location) -> tuple[Leaf, list[Index]]:
             raise CorruptCheckpointError(
                 f"{where}: shape {found.shape}, but {name} says {index.dtype}{index.shape}; it was altered"
             )
-    leaf = Leaf(name="array", kind="array", shape=found.shape, dtype=indexes[0].dtype)
+    try:
+        leaf = Leaf(name=str(location), kind="array", shape=found.shape, dtype=indexes[0].dtype)
+    except ValueError as error:
+        raise CorruptCheckpointError(f"{location}: not an array ({error})") from error
     return leaf, [Index(files=index.files, pieces=index.pieces) for index in indexes]
 
 
@@ -388,5 +388,5 @@ class _Attributes(msgspec.Struct):
 class _ZarrArray(msgspec.Struct):
     """The part of a `zarr.json` that matters to us."""
 
-    shape: tuple[int, ...]
+    shape: Box
     attributes: _Attributes

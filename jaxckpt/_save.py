@@ -22,6 +22,7 @@ from jaxckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
     LeafMismatchError,
+    PeerError,
     StorageError,
     UnsupportedLeafError,
 )
@@ -50,7 +51,7 @@ from jaxckpt._shards import describe
 from jaxckpt._tasks import clean_up, in_thread
 from jaxckpt._writer import Layout, Source, Writer
 
-_ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(\.__[0-9a-f]+)?|\.zarr\.json\.[0-9a-f]{32}")
+_ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(_[0-9a-f]+\.__lock)?|\.zarr\.json\.[0-9a-f]{32}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,11 +144,22 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             await talk.tell("write", index_file)
             closing = await talk.hear("commit", _Closing, after="write")
     except BaseException as error:
+        reason = await _tell_failure(talk, error)
         if attempt is not None:
             await clean_up(attempt.abandon)
-        await clean_up(talk.fail, ("begin", "commit") if talk.is_first else ("write",), error)
+        if reason is not None:
+            raise reason from error
         raise
     return info(root, _manifest(attempt, plan, closing))
+
+
+async def _tell_failure(talk: Conversation, error: BaseException) -> PeerError | None:
+    """Tell the other processes that this one failed, before their common data are removed.
+
+    Returns why another one failed before, where that is known: an `error` may only follow from it.
+    """
+    await clean_up(talk.fail, ("begin", "commit") if talk.is_first else ("write",), error)
+    return await talk.failure("commit") if isinstance(error, StorageError) else None
 
 
 def _attempt(root: Location, request: Request, opening: _Opening | None) -> _commit.Attempt:
@@ -259,9 +271,11 @@ async def save_arrays(
             await talk.tell("write", written[:1])
             await talk.hear("commit", type(None), after="write")
     except BaseException as error:
+        reason = await _tell_failure(talk, error)
         if talk.is_first:
             await clean_up(_discard_unfinished, targets)
-        await clean_up(talk.fail, ("begin", "commit") if talk.is_first else ("write",), error)
+        if reason is not None:
+            raise reason from error
         raise
 
 

@@ -44,6 +44,21 @@ class Flat:
     treedef: Any
 
 
+class _Inner(msgspec.Struct, frozen=True, gc=False):
+    """Where an inner node is: under which key of which other one."""
+
+    parent: "_Inner | None"
+    key: Any
+    depth: int
+
+    def path(self) -> Path:
+        keys, at = [], self
+        while at.parent is not None:
+            keys.append(at.key)
+            at = at.parent
+        return tuple(reversed(keys))
+
+
 def flatten(tree: Any) -> Flat:
     """Take `tree` apart in JAX's order of leaves. None is structure, not a leaf.
 
@@ -55,6 +70,8 @@ def flatten(tree: Any) -> Flat:
     treedef = jax.tree_util.tree_structure(tree)
     ends = [(tuple(map(_key, entries)), _is_empty(leaf)) for entries, leaf in pairs]
     paths = [path for path, empty in ends if not empty]
+    if sum(map(len, paths)) > _most_keys(len(paths)):
+        raise UnsupportedLeafError(f"the tree is nested too deeply for its {len(paths)} leaves; flatten it first")
     if len(set(paths)) != len(paths):
         twice = next(path for path, count in collections.Counter(paths).items() if count > 1)
         raise UnsupportedLeafError(
@@ -140,20 +157,30 @@ def paths(tree: list[Node], count: int, where: str) -> list[Path]:
     Raises:
         CorruptCheckpointError: The records are not one tree that uses every leaf once.
     """
-    found: dict[int, Path] = {}
-    inner: dict[int, Path] = {len(tree) - 1: ()}
-    for number in reversed(range(len(tree))):
-        node, base = tree[number], inner.get(number)
-        keys = _child_keys(node)
-        if base is None or len(keys) != len(node.children) or len(base) > _DEEPEST:
-            raise CorruptCheckpointError(f"{where}: the tree is not well formed at node {number}")
-        for key, child in zip(keys, node.children, strict=True):
-            paths_of, child = (found, child) if child >= 0 else (inner, ~child)
-            if child in paths_of or child >= (count if paths_of is found else number):
-                raise CorruptCheckpointError(f"{where}: the tree is not well formed at node {number}")
-            paths_of[child] = (*base, key)
-    if not tree and count == 1:
+    if not tree:
+        if count != 1:
+            raise CorruptCheckpointError(f"{where}: {count} leaves, but no tree")
         return [()]
+    found: dict[int, Path] = {}
+    # Of inner nodes only the parent and the key: whole paths of many deep ones would fill the memory.
+    inner: dict[int, _Inner] = {len(tree) - 1: _Inner(None, None, 0)}
+    room = _most_keys(count)
+    for number in reversed(range(len(tree))):
+        node, inside = tree[number], inner.pop(number, None)
+        keys = _child_keys(node, where)
+        if inside is None or len(keys) != len(node.children) or inside.depth > _DEEPEST:
+            raise CorruptCheckpointError(f"{where}: the tree is not well formed at node {number}")
+        base = inside.path() if any(child >= 0 for child in node.children) else ()
+        for key, child in zip(keys, node.children, strict=True):
+            if (child in found or child >= count) if child >= 0 else (~child in inner or ~child >= number):
+                raise CorruptCheckpointError(f"{where}: the tree is not well formed at node {number}")
+            if child >= 0:
+                found[child] = (*base, key)
+                room -= len(base) + 1
+            else:
+                inner[~child] = _Inner(inside, key, inside.depth + 1)
+        if room < 0:
+            raise CorruptCheckpointError(f"{where}: the tree is too deep for its {count} leaves")
     if len(found) != count:
         raise CorruptCheckpointError(f"{where}: the tree has {len(found)} leaves; expected {count}")
     return [found[leaf] for leaf in range(count)]
@@ -171,7 +198,7 @@ def unflatten(tree: list[Node], leaves: Sequence[Any], where: str) -> Any:
     try:
         for node in tree:
             built.append(_build(node, [leaves[c] if c >= 0 else built[~c] for c in node.children]))
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, SyntaxError) as error:
         raise CorruptCheckpointError(f"{where}: the tree is not well formed ({error})") from error
     return built[-1]
 
@@ -226,6 +253,11 @@ def _check_depth(tree: Any) -> None:
         if isinstance(node, dict | list | tuple):
             children = node.values() if isinstance(node, dict) else node
             pending.extend((child, depth + 1) for child in children if isinstance(child, dict | list | tuple))
+
+
+def _most_keys(count: int) -> int:
+    """How long the paths of `count` leaves may be together: they must not need much more memory than the leaves."""
+    return (4 << 20) + 16 * count
 
 
 def _is_empty(node: Any) -> bool:
@@ -318,10 +350,7 @@ def _build(node: Node, values: list[Any]) -> Any:
         case "namedtuple":
             return _namedtuple(node.name or "", tuple(node.keys))(*values)
         case "dict" | "object":
-            built = {_tuple_key(key): value for key, value in zip(node.keys, values, strict=True)}
-            if len(built) != len(values):
-                raise ValueError("a key stands twice")
-            return built
+            return {_tuple_key(key): value for key, value in zip(node.keys, values, strict=True)}
 
 
 @lru_cache(maxsize=256)
@@ -334,7 +363,14 @@ def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
     return made
 
 
-def _child_keys(node: Node) -> list[Any]:
+def _child_keys(node: Node, where: str) -> list[Any]:
     if node.type in ("list", "tuple"):
         return list(range(len(node.children)))
-    return [_tuple_key(key) for key in node.keys]
+    try:
+        keys = [_tuple_key(key) for key in node.keys]
+        twice = len(set(keys)) != len(keys)
+    except (TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{where}: a {node.type} has a key that none can have") from error
+    if twice:
+        raise CorruptCheckpointError(f"{where}: a {node.type} has a key twice")
+    return keys

@@ -75,6 +75,7 @@ class _Verification:
         self._data = root.child(manifest.data)
         self._reader = Reader(default_host_bytes(), verify=True, memory_map=False, progress=progress)
         self._faults: list[Fault] = []
+        self._taken: dict[str, int] = {}
 
     async def faults(self) -> list[Fault]:
         indexes = await in_thread(self._indexes)
@@ -108,7 +109,7 @@ class _Verification:
         """What of `leaf` to read, or None where its records are wrong."""
         dtype = dtype_named(leaf.dtype)
         try:
-            _reader.check(leaf.name, leaf.shape, dtype, pieces)
+            _reader.check(leaf.name, leaf.shape, dtype, pieces, self._taken)
         except CorruptCheckpointError as error:
             self._add(leaf.name, "", error)
             return None

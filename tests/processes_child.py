@@ -88,9 +88,7 @@ def submesh(index: int, path: str) -> Any:
     mesh = Mesh(np.array([device for device in jax.devices() if device.process_index == 1]), ("x",))
     sharding = NamedSharding(mesh, PartitionSpec("x"))
     value = np.arange(8, dtype=np.float32)
-    parts = [
-        jax.device_put(value[at], device) for device, at in sharding.addressable_devices_indices_map((8,)).items()
-    ]
+    parts = [jax.device_put(value[at], device) for device, at in sharding.addressable_devices_indices_map((8,)).items()]
     there = jax.make_array_from_single_device_arrays((8,), sharding, parts, dtype=value.dtype)
     info = jaxckpt.save(path, {"there": there, "mine": jnp.full(3, index)})
     found = jaxckpt.restore(path, {"there": there, "mine": jnp.zeros(3, int)})

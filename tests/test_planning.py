@@ -209,7 +209,7 @@ def test_names_are_distinct_harmless_and_accepted_by_the_records(found: set[tupl
     names = _tree.names(leaf_paths)
     assert len({name.casefold() for name in names}) == len(names)
     for name in names:
-        msgspec.convert({"name": name, "kind": "value"}, type=_manifest.Leaf)
+        msgspec.convert({"name": name, "kind": "numpy", "dtype": "bool"}, type=_manifest.Leaf)
 
 
 def encodable(path: tuple[str, ...]) -> bool:
@@ -219,7 +219,7 @@ def encodable(path: tuple[str, ...]) -> bool:
 @pytest.mark.parametrize("name", ["", "..", "../x", "a/../b", "/etc", "a//b", "a/", "./a", "a\nb", "a\\b", "a:b", "é"])
 def test_the_records_refuse_a_name_that_leaves_its_directory(name: str) -> None:
     with pytest.raises(msgspec.ValidationError):
-        msgspec.convert({"name": name, "kind": "value"}, type=_manifest.Leaf)
+        msgspec.convert({"name": name, "kind": "numpy", "dtype": "bool"}, type=_manifest.Leaf)
 
 
 @given(st.integers() | st.floats(allow_nan=False) | st.booleans() | st.text() | st.complex_numbers(allow_nan=False))

@@ -88,10 +88,7 @@ FAULTS = ["SIGSTOP", "SIGKILL", "exception", "ENOSPC"]
 PHASES = ["begin", "write", "records", "commit"]
 
 
-@pytest.mark.parametrize(
-    ("fault", "phase", "culprit"),
-    list(itertools.product(FAULTS, PHASES, [0, 1])),
-)
+@pytest.mark.parametrize(("fault", "phase", "culprit"), itertools.product(FAULTS, PHASES, [0, 1]))
 def test_a_process_that_fails_stops_all_and_harms_nothing(
     tmp_path: Path, fault: str, phase: str, culprit: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -99,7 +96,7 @@ def test_a_process_that_fails_stops_all_and_harms_nothing(
     with Cluster(3, child.with_fault, path, culprit, phase, fault) as running:
         assert [running.said(index) for index in range(3)] == ["ready"] * 3
         told = {index: running.said(index, 30) for index in range(3) if index != culprit}
-    committed = phase == "commit" and culprit == 1 and fault in ("SIGSTOP", "SIGKILL")
+    committed = phase == "commit" and culprit == 1  # it has done its part by then
     for outcome in told.values():
         if culprit == 0 and fault == "SIGKILL":
             # JAX ends the other processes, or they notice that the service is gone: never a success.
