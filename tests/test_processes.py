@@ -88,7 +88,7 @@ FAULTS = ["SIGSTOP", "SIGKILL", "exception", "ENOSPC"]
 PHASES = ["begin", "write", "records", "commit"]
 
 
-@pytest.mark.parametrize(("fault", "phase", "culprit"), itertools.product(FAULTS, PHASES, [0, 1]))
+@pytest.mark.parametrize(("fault", "phase", "culprit"), list(itertools.product(FAULTS, PHASES, [0, 1])))
 def test_a_process_that_fails_stops_all_and_harms_nothing(
     tmp_path: Path, fault: str, phase: str, culprit: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
