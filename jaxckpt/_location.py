@@ -34,6 +34,7 @@ _READ_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 _SCHEMES = ("a local path", "file://")
 _IOV_MAX = 1024
+_MOST_RECORD_BYTES = 1 << 30
 
 
 def parse(path: PathLike) -> "Location":
@@ -113,6 +114,8 @@ class Location:
     def files(self) -> dict[str, Stat]:
         """Everything below the directory but directories, by its relative name; links are not followed."""
         found: dict[str, Stat] = {}
+        if os.path.islink(self.path):  # which os.walk would follow
+            return found
         for path, _, names in os.walk(self.path, followlinks=False, onerror=_raise):
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
@@ -121,7 +124,7 @@ class Location:
         return found
 
     def modified(self) -> float:
-        """When the directory or anything in it, or the file where it is one, was last changed, in seconds since 1970."""
+        """When the directory or anything in it, or the file where it is one, was last changed: seconds since 1970."""
         with storage_errors(self.path):
             own = os.lstat(self.path)
             below = self.files().values() if stat.S_ISDIR(own.st_mode) else ()
@@ -211,13 +214,16 @@ class Location:
             self._check_size(fd, name, nbytes)
 
     def read(self, name: str) -> bytes:
-        """The whole content of a file.
+        """The whole content of a file of records.
 
         Raises:
             CheckpointNotFoundError: No such file.
+            CorruptCheckpointError: It is far larger than records are.
             StorageError: It cannot be read.
         """
         with self._open(name) as fd, storage_errors(self._at(name)), os.fdopen(os.dup(fd), "rb") as file:
+            if os.fstat(fd).st_size > _MOST_RECORD_BYTES:
+                raise CorruptCheckpointError(f"{self._at(name)}: more than {_MOST_RECORD_BYTES} bytes of records")
             return file.read()
 
     def read_into(self, name: str, nbytes: int, runs: Sequence[tuple[int, Sequence[memoryview]]]) -> None:
