@@ -153,19 +153,19 @@ def restore(checkpoint: str, dest: str, *, overwrite: bool, quiet: bool, **optio
 @cli.command()
 @click.argument("checkpoint")
 @click.option("--json", "as_json", is_flag=True, help="Print a JSON document instead of a table.")
-def ls(checkpoint: str, *, as_json: bool) -> None:
+@click.option("--processes", is_flag=True, help="List what each process wrote instead.")
+def ls(checkpoint: str, *, as_json: bool, processes: bool) -> None:
     """List the leaves of CHECKPOINT. Only its manifest is read."""
     info = jaxckpt.describe(checkpoint)
-    rows = [_row(leaf) for leaf in info.leaves]
+    leaves = [_row(leaf) for leaf in info.leaves]
+    written = [{"process": number, "bytes": index.written_nbytes} for number, index in enumerate(info.indexes)]
     if as_json:
-        document = {"path": info.path, "created": info.created, "bytes": info.nbytes, "leaves": rows}
-        click.echo(json.dumps(document, indent=2))
+        document = {"path": info.path, "created": info.created, "bytes": info.nbytes}
+        click.echo(json.dumps({**document, "leaves": leaves, "processes": written}, indent=2))
         return
-    cells = [_cells(row) for row in rows]
-    if sys.stdout.isatty():
-        _print_table(cells)
-    else:
-        _print_lines(cells)
+    columns = ("process", "bytes") if processes else _COLUMNS
+    cells = [(str(row["process"]), f"{row['bytes']:,}") for row in written] if processes else map(_cells, leaves)
+    (_print_table if sys.stdout.isatty() else _print_lines)(columns, list(cells))
     click.echo(_total(info))
 
 
@@ -239,19 +239,19 @@ def _cells(row: dict[str, Any]) -> tuple[str, ...]:
     return row["name"], f"({shape})", row["dtype"], row["sharding"] or "-", f"{row['bytes']:,}"
 
 
-def _print_table(cells: list[tuple[str, ...]]) -> None:
+def _print_table(columns: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
-    for column in _COLUMNS:
+    for column in columns:
         table.add_column(column, overflow="fold", justify="right" if column == "bytes" else "left")
     for row in cells:
         table.add_row(*row)
     Console(markup=False, emoji=False, highlight=False).print(table)
 
 
-def _print_lines(cells: list[tuple[str, ...]]) -> None:
-    """One line a leaf, however long: for grep and awk."""
-    widths = [max(map(len, column)) for column in zip(_COLUMNS, *cells, strict=True)]
-    for row in (_COLUMNS, *cells):
+def _print_lines(columns: tuple[str, ...], cells: list[tuple[str, ...]]) -> None:
+    """One line a row, however long: for grep and awk."""
+    widths = [max(map(len, column)) for column in zip(columns, *cells, strict=True)]
+    for row in (columns, *cells):
         left = [cell.ljust(width) for cell, width in zip(row[:-1], widths[:-1], strict=True)]
         click.echo("  ".join([*left, row[-1].rjust(widths[-1])]))
 

@@ -23,7 +23,8 @@ class CheckpointInfo:
         created: When that save began, ISO 8601, UTC.
         versions: Of jaxckpt and JAX, which wrote it.
         leaves: One record a leaf, in the order of the tree.
-        indexes: The index files, with the hash that covers all pieces in each.
+        indexes: The index file of each process, in order: the hash that covers all pieces
+            in it, and `written_nbytes`, the bytes of data that the process wrote.
         captured_seconds: From the beginning of the save until everything was captured.
         written_seconds: The same until all data were durable.
     """

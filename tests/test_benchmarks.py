@@ -98,3 +98,10 @@ def test_a_variant_that_restores_wrong_values_fails_the_benchmark(
     wrong = benchmark.Variant("wrong", "", honest.begin, restore_doubled)
     with pytest.raises(benchmark.WrongValuesError, match="wrong, tiny, layer00000: other values on"):
         benchmark.save_and_restore(wrong, workload, True, tmp_path / "wrong", True)
+
+
+def test_many_processes_measures_the_talk_and_the_growth_of_the_records(run_benchmark: Run) -> None:
+    done, report = run_benchmark("many_processes.py", "--processes", "1", "4")
+    assert done.returncode == 0, done.stderr
+    measured = {(row["figure"], row["processes"]) for row in report["results"]}
+    assert {("durable_seconds", 4), ("manifest_bytes", 1), ("commit_seconds", 4), ("restore_seconds", 4)} <= measured

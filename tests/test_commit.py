@@ -127,12 +127,14 @@ def test_paths_are_what_a_shell_would_take_them_for(
     assert jaxckpt.describe(spelled.format(tmp_path)).nbytes == 12
 
 
-def test_a_save_from_one_of_several_processes_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_several_processes_without_a_coordination_service_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(jax, "process_count", lambda: 2)
     for save in (
         lambda: jaxckpt.save(tmp_path / "a", TREE),
         lambda: asyncio.run(jaxckpt.async_serialize([TREE["large"]], [tmp_path / "a"])),
     ):
-        with pytest.raises(jaxckpt.CheckpointError, match=r"this is one of 2 JAX processes"):
+        with pytest.raises(jaxckpt.CheckpointError, match=r"one of 2 processes, but they have no coord"):
             save()
     assert list(tmp_path.iterdir()) == []
