@@ -39,6 +39,11 @@ def save(
     fsynced, so what this returned for survives a power cut. No other thread may change
     numpy leaves meanwhile (`start_save` copies them).
 
+    In a program of several processes (`jax.distributed`) each calls it with the same tree
+    and a path on storage that they share, all their saves in the same order. Each writes
+    its share of what it holds; it returns, or raises, in all of them. Of what is not one
+    array of all processes (numpy arrays, local jax.Arrays), that of process 0 is saved.
+
     Args:
         path: A directory that does not exist, is empty, or holds a checkpoint.
         tree: A pytree of jax.Array, numpy arrays and scalars, typed PRNG keys, and
@@ -54,7 +59,9 @@ def save(
         CheckpointExistsError: There is a checkpoint already, or other files.
         UnsupportedLeafError: A leaf or a dict key cannot be saved; nothing was written.
         StorageError: The storage failed; the old checkpoint, if any, is as it was.
-        SaveTimeoutError: It took longer than `options.timeout_seconds`.
+        SaveTimeoutError: It took longer than `options.timeout_seconds`, or a process did
+            not arrive; names it.
+        PeerError: Another process failed; names it and its reason.
 
     Example:
         >>> import jax.numpy as jnp, jaxckpt

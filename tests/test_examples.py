@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[1]
 @pytest.mark.parametrize(
     ("name", "says"),
     [
-        ("quickstart.py", "restored onto PartitionSpec(None, 'model') over 2 device(s): every byte equal"),
+        ("quickstart.py", "over 2 device(s): every byte equal"),
         ("multihost.py", "restored 2,097,152 bytes in one process, step 1000: every byte equal"),
     ],
 )
