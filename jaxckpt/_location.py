@@ -65,7 +65,9 @@ def storage_errors(path: str) -> Generator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), error.filename or path) from error
+        # A name below an open directory says too little.
+        named = error.filename if os.path.isabs(error.filename or "") else path
+        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), named) from error
 
 
 @dataclass(frozen=True, slots=True)
