@@ -73,6 +73,8 @@ class Attempt:
                 with self._root.locked():
                     self.data.make()
                     self._life.enter_context(self.data.locked())
+                if self._fate.locked():  # abandoned, while the storage hung
+                    self._discard()
                 return
             except CheckpointNotFoundError:
                 continue  # somebody who gave up has just removed the directory that was empty

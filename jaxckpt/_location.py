@@ -65,7 +65,9 @@ def storage_errors(path: str) -> Generator[None]:
     except CheckpointError:
         raise
     except OSError as error:
-        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), error.filename or path) from error
+        # A name below an open directory says too little.
+        named = error.filename if os.path.isabs(error.filename or "") else path
+        raise StorageError(error.errno or errno.EIO, error.strerror or str(error), named) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,14 +186,16 @@ class Location:
         """
         while True:
             with self._directory() as fd:
-                _lock(fd, fcntl.LOCK_EX)
-                if self._is(fd):  # and not removed, perhaps made again, while we waited
+                with storage_errors(self.path):
+                    _lock(fd, fcntl.LOCK_EX)
+                    current = self._is(fd)  # and not removed, perhaps made again, while we waited
+                if current:
                     yield
                     return
 
     def is_locked(self) -> bool:
         """Whether somebody holds the directory `locked`."""
-        with self._directory() as fd:
+        with self._directory() as fd, storage_errors(self.path):
             try:
                 _lock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:
@@ -306,7 +310,7 @@ class Location:
 
     def remove(self) -> None:
         """Delete the directory and what is in it; links are removed, never followed. Gone already is fine."""
-        with contextlib.suppress(FileNotFoundError):
+        with storage_errors(self.path), contextlib.suppress(FileNotFoundError):
             shutil.rmtree(self.path, onerror=_keep_going_if_gone)
 
     def remove_if_empty(self, new_entries: Sequence[str]) -> None:
@@ -346,7 +350,7 @@ class Location:
         try:
             yield fd
         finally:
-            os.close(fd)
+            _close(fd)
 
     def _is(self, fd: int) -> bool:
         try:
@@ -373,7 +377,7 @@ class Location:
                 raise CorruptCheckpointError(f"{path}: not a regular file")
             yield fd
         finally:
-            os.close(fd)
+            _close(fd)
 
     def _check_size(self, fd: int, name: str, nbytes: int) -> None:
         found = os.fstat(fd).st_size
@@ -388,11 +392,17 @@ def _open_below(top: str, name: str) -> int:
     try:
         for directory in directories:
             below = os.open(directory, _READ_DIRECTORY | os.O_NOFOLLOW, dir_fd=at)
-            os.close(at)
+            _close(at)
             at = below
         return os.open(last, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK, dir_fd=at)
     finally:
-        os.close(at)
+        _close(at)
+
+
+def _close(fd: int) -> None:
+    """Close what was only read or locked: it is closed whatever the system says, and nothing can be lost."""
+    with contextlib.suppress(OSError):
+        os.close(fd)
 
 
 def _lock(fd: int, how: int) -> None:
