@@ -137,10 +137,7 @@ def restore(checkpoint: str, dest: str, *, overwrite: bool, quiet: bool, **optio
     """
     restore_options = _made(jaxckpt.RestoreOptions, options)
     info = jaxckpt.describe(checkpoint)
-    try:
-        like = jax.tree.map(_on_host, info.tree)
-    except ValueError as error:
-        raise jaxckpt.CorruptCheckpointError(f"{checkpoint}: no array has the shape of a leaf: {error}") from error
+    like = jax.tree.map(_on_host, info.tree)
     check_dest(dest, like, overwrite=overwrite)
     begun = time.perf_counter()
     with progress("restoring", quiet=quiet) as on_progress:
