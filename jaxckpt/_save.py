@@ -6,7 +6,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Any
@@ -47,9 +47,9 @@ from jaxckpt._manifest import (
 )
 from jaxckpt._options import SaveOptions
 from jaxckpt._processes import Conversation
-from jaxckpt._shards import describe
+from jaxckpt._shards import Slice, describe
 from jaxckpt._tasks import clean_up, in_thread
-from jaxckpt._writer import Layout, Source, Writer
+from jaxckpt._writer import Base, Layout, Source, Writer
 
 _ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(_[0-9a-f]+\.__lock)?|\.zarr\.json\.[0-9a-f]{32}")
 
@@ -59,6 +59,7 @@ class Request:
     """How a public call wants to save. The last two are for our own callers.
 
     `conversation` is what this process has with the others of its program about this save.
+    `metadata` and `local_data` are JSON already. `base` is a checkpoint to link from.
     `copy_numpy` is whether numpy leaves may change while the save runs; `captured` is
     called when the caller may change, donate or delete everything it passed.
     """
@@ -67,6 +68,9 @@ class Request:
     overwrite: bool
     conversation: Conversation
     on_progress: Callable[[int, int], None] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    local_data: Any = None
+    base: Location | None = None
     copy_numpy: bool = True
     captured: Callable[[], None] = lambda: None
 
@@ -93,6 +97,15 @@ class _Closing(msgspec.Struct, frozen=True):
 
     indexes: list[IndexFile]
     timings: Timings
+    metadata: dict[str, Any]
+    local_data: list[Any]
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """What every other process tells the first when its data are durable."""
+
+    index: IndexFile
+    local_data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,18 +143,19 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         with paused_collector():
             plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
         ours = await _begin(root, attempt, plan, talk, opening)
-        index = await writer.write(ours, attempt.data, captured)
+        base = await in_thread(_base, request.base, plan) if request.base else None
+        index = await writer.write(ours, attempt.data, captured, base)
         layouts = writer.layouts(plan.sources if talk.is_first else [])
-        index, index_file = await in_thread(_write_records, attempt.data, index, layouts)
+        index, index_file = await in_thread(_write_records, attempt.data, index, layouts, writer.written_nbytes)
         await in_thread(attempt.sync, _directories(attempt.data, index))
         if talk.is_first:
-            indexes = [index_file, *await talk.collect("write", IndexFile)]
+            shares = [_Share(index_file, request.local_data), *await talk.collect("write", _Share)]
             timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
-            closing = _Closing(indexes, timings)
+            closing = _closing(shares, timings, request.metadata)
             await in_thread(attempt.publish, _manifest(attempt, plan, closing))
             await talk.tell("commit", closing)
         else:
-            await talk.tell("write", index_file)
+            await talk.tell("write", _Share(index_file, request.local_data))
             closing = await talk.hear("commit", _Closing, after="write")
     except BaseException as error:
         reason = await _tell_failure(talk, error)
@@ -220,6 +234,36 @@ def _is_elsewhere(data: Any) -> bool:
     return not _is_local(data) and len({device.process_index for device in data.sharding.device_set}) == 1
 
 
+def _closing(shares: list[_Share], timings: Timings, metadata: dict[str, Any]) -> _Closing:
+    local_data = [share.local_data for share in shares]
+    given = any(data is not None for data in local_data)
+    return _Closing([share.index for share in shares], timings, metadata, local_data if given else [])
+
+
+def _base(root: Location, plan: _Plan) -> Base | None:
+    """What this process wrote of the leaves of `plan` in the checkpoint at `root`; None where that cannot be read."""
+    try:
+        manifest = _commit.read(root)
+        data = root.child(manifest.data)
+        name = _index_name()
+        index = next(_commit.read_index(data, file) for file in manifest.indexes if file.name == name)
+    except (CheckpointError, StopIteration):
+        return None
+    numbers = {leaf.name: number for number, leaf in enumerate(plan.leaves)}
+    found = {
+        (numbers[name], Slice(piece.start, piece.shape)): (index.files[piece.file], piece.offset, piece.hashes)
+        for piece in index.pieces
+        if piece.leaf < len(manifest.leaves)
+        and piece.file < len(index.files)
+        and (name := manifest.leaves[piece.leaf].name) in numbers
+    }
+    return Base(data, found)
+
+
+def _index_name() -> str:
+    return f"index-{jax.process_index()}.json"
+
+
 def _manifest(attempt: _commit.Attempt, plan: _Plan, closing: _Closing) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -230,6 +274,8 @@ def _manifest(attempt: _commit.Attempt, plan: _Plan, closing: _Closing) -> Manif
         leaves=plan.leaves,
         indexes=closing.indexes,
         timings=closing.timings,
+        metadata=closing.metadata,
+        local_data=closing.local_data,
     )
 
 
@@ -328,7 +374,9 @@ def _leaf(leaf: Any, kind: Any, name: str, source: Source | None) -> Leaf:
     )
 
 
-def _write_records(data: Location, index: Index, layouts: Iterable[Layout]) -> tuple[Index, IndexFile]:
+def _write_records(
+    data: Location, index: Index, layouts: Iterable[Layout], written_nbytes: int
+) -> tuple[Index, IndexFile]:
     """Write the `zarr.json` of every array, and the index that lists all files."""
     files = list(index.files)
     for layout in layouts:
@@ -338,10 +386,10 @@ def _write_records(data: Location, index: Index, layouts: Iterable[Layout]) -> t
         files.append(File(name=name, nbytes=len(metadata), hash=digest(metadata)))
     index = Index(files=files, pieces=index.pieces)
     encoded = encode_index(index)
-    name = f"index-{jax.process_index()}.json"
+    name = _index_name()
     data.write(name, encoded)
-    written = sum(file.nbytes for file in index.files if file.hash is None)
-    return index, IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded), written_nbytes=written)
+    file = IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded), written_nbytes=written_nbytes)
+    return index, file
 
 
 def _directories(data: Location, index: Index) -> list[str]:
@@ -406,7 +454,7 @@ def _write_array_indexes(
     for target, source in zip(targets, sources, strict=True):
         part = _part_of(index, source, attempt)
         if part.pieces or jax.process_index() == 0:
-            file, encoded = f"index-{jax.process_index()}.json", encode_array_index(part)
+            file, encoded = _index_name(), encode_array_index(part)
             target.write(file, encoded)
             target.sync([target.path])
             written.append(_Written(source.number, file, len(encoded)))
