@@ -133,7 +133,7 @@ class Attempt:
         try:
             self._root.put(MANIFEST, encode_manifest(manifest), replaces=self._replaces)
         except CheckpointError:
-            if not is_current(self._root, manifest):
+            if not _may_be_current(self._root, manifest):
                 self._discard()
             raise
         finally:
@@ -205,6 +205,16 @@ def is_current(root: Location, manifest: Manifest) -> bool:
         return read(root).attempt == manifest.attempt
     except CheckpointError:
         return False
+
+
+def _may_be_current(root: Location, manifest: Manifest) -> bool:
+    """Whether `manifest` may have been put: also where that cannot be told, since the storage fails."""
+    try:
+        return read(root).attempt == manifest.attempt
+    except CheckpointNotFoundError:
+        return False
+    except CheckpointError:
+        return True
 
 
 def _not_found(root: Location) -> CheckpointNotFoundError:

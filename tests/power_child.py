@@ -3,6 +3,7 @@
 import asyncio
 import itertools
 import os
+import time
 from collections.abc import Callable, Iterator
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -64,12 +65,13 @@ def _same_leaf(found: Any, expected: Any) -> bool:
 
 def steps(first: int) -> Iterator[Step]:
     """New checkpoints, overwrites of one, plain arrays and deletions in turn, for ever."""
-    for number in itertools.count(first):
-        yield Step("save", f"steps/{number}", number)
+    for number in itertools.count(first, 2):
         yield Step("save", "latest", number)
+        yield Step("save", f"steps/{number}", number)
+        yield Step("save", "latest", number + 1)
         yield Step("serialize", f"arrays/{number}", number)
         if number > first:
-            yield Step("delete", f"steps/{number - 1}", None)
+            yield Step("delete", f"steps/{number - 2}", None)
 
 
 def take(step: Step, root: Path) -> None:
@@ -102,7 +104,8 @@ def save_on_a_frozen_disk(path: Path, timeout_seconds: float) -> None:
     jaxckpt.save(path, tree_of(1), overwrite=True, options=options)
 
 
-MUTANTS = ("nothing is synced", "directories are not synced", "the manifest is durable before the data")
+MUTANTS = ("nothing is synced", "directories are not synced", "data are not synced")
+LATE = "data are synced after the commit"
 
 
 def _mutate(mutant: str) -> None:
@@ -115,10 +118,25 @@ def _mutate(mutant: str) -> None:
             mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
         case "directories are not synced":
             mock.patch.object(Location, "sync").start()
-        case "the manifest is durable before the data":
+        case "data are not synced":
             mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
+        case "data are synced after the commit":
+            mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
+            mock.patch.object(Location, "put", _put_before_data).start()
         case _:
             raise ValueError(mutant)
+
+
+_put = Location.put
+
+
+def _put_before_data(location: Location, name: str, data: bytes, *, replaces: bytes | None) -> None:
+    _put(location, name, data, replaces=replaces)
+    time.sleep(0.3)
+    for file in location.files():
+        fd = os.open(os.path.join(location.path, file), os.O_RDONLY)
+        os.fsync(fd)
+        os.close(fd)
 
 
 NOBODY = 65534

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import itertools
 import os
 import random
 import shutil
@@ -11,6 +12,7 @@ import subprocess
 import tempfile
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Generator
 from dataclasses import dataclass, field
 from multiprocessing.process import BaseProcess
@@ -27,7 +29,15 @@ from jax.sharding import SingleDeviceSharding
 from power_child import OPTIONS, Step, array_of, same, tree_of
 
 import jaxckpt
-from jaxckpt import CheckpointError, CheckpointNotFoundError, SaveOptions, SaveTimeoutError, StorageError, _tasks
+from jaxckpt import (
+    CheckpointError,
+    CheckpointNotFoundError,
+    SaveOptions,
+    SaveTimeoutError,
+    StorageError,
+    _commit,
+    _tasks,
+)
 
 pytestmark = needs_disks
 
@@ -78,7 +88,7 @@ class Figures:
     """What happened in all cuts of one test."""
 
     cuts: int = 0
-    in_flight: int = 0
+    in_flight: Counter[str] = field(default_factory=Counter)
     acknowledged: int = 0
     lost: list[str] = field(default_factory=list)
     torn: list[str] = field(default_factory=list)
@@ -86,14 +96,16 @@ class Figures:
 
     def add(self, ledger: Ledger) -> None:
         self.cuts += 1
-        self.in_flight += ledger.begun is not None
+        if ledger.begun is not None:
+            replaces = ledger.begun.kind == "save" and ledger.begun.path in ledger.last
+            self.in_flight["overwrite" if replaces else ledger.begun.kind] += 1
         self.acknowledged += ledger.acknowledged
 
     def report(self, what: str) -> None:
         seconds = (time.monotonic() - self.began) / self.cuts
         print(
-            f"{what}: {self.cuts} power cuts, {self.in_flight} with a step in flight, {self.acknowledged} steps "
-            f"acknowledged, {len(self.lost)} lost, {len(self.torn)} torn, {seconds:.2f} s a cut"
+            f"{what}: {self.cuts} power cuts, {self.acknowledged} steps acknowledged, {len(self.lost)} lost, "
+            f"{len(self.torn)} torn, {seconds:.2f} s a cut; in flight: {dict(self.in_flight) or 'nothing'}"
         )
 
 
@@ -111,13 +123,13 @@ def saving(root: Path, first: int, count: int | None, mutant: str = "") -> Gener
         process.join()
 
 
-def cut_at_random(device: Disk, root: Path, chance: random.Random) -> Ledger:
+def cut_at_random(device: Disk, root: Path, chance: random.Random, mutant: str = "") -> Ledger:
     """Cut the power in the middle of a series of saves, overwrites and deletions."""
     ledger = Ledger()
-    with saving(root, chance.randrange(10**6), None) as report:
-        for _ in range(chance.randrange(1, 24)):
+    with saving(root, chance.randrange(10**6), None, mutant) as report:
+        for _ in range(chance.randrange(1, 8 if mutant else 32)):
             ledger.note(report.recv())
-        time.sleep(chance.uniform(0, 0.05))
+        time.sleep(chance.uniform(0, 0.5 if mutant else 0.05))
         device.cut_power()
     ledger.drain(report)
     return ledger
@@ -208,7 +220,7 @@ def test_a_power_cut_at_any_instant_loses_nothing_acknowledged_and_tears_nothing
     figures.report(f"{kind}, at random instants")
     assert (figures.lost, figures.torn) == ([], [])
     assert figures.cuts >= cuts
-    assert figures.in_flight >= cuts // 2
+    assert figures.in_flight.total() >= cuts // 2
     assert figures.acknowledged >= cuts
 
 
@@ -219,7 +231,7 @@ def test_a_power_cut_right_after_the_return_loses_nothing_and_tears_nothing(
     figures = Figures()
     with disk(kind, tmp_path) as device:
         # Each kind of step is the last one before a cut: a save, an overwrite, an array, a deletion.
-        for count in range(1, 33 if long else 9):
+        for count in range(1, 33 if long else 10):
             root = device.path / f"run-{count}"
             ledger = cut_after(device, root, 100 * count, count)
             judge(device, root, ledger, figures)
@@ -238,13 +250,13 @@ def test_a_power_cut_eight_seconds_after_the_return_loses_nothing_and_tears_noth
     with disk(kind, tmp_path) as device:
         for number in range(10 if long else 1):
             root = device.path / f"run-{number}"
-            ledger = cut_after(device, root, 100 * number, 6 + number, wait_seconds=8)
+            ledger = cut_after(device, root, 100 * number, 9 + number, wait_seconds=8)
             judge(device, root, ledger, figures)
             check_recovery(root, ledger)
             start_over(device, root)
     figures.report(f"{kind}, eight seconds after the return")
     assert (figures.lost, figures.torn) == ([], [])
-    assert figures.acknowledged >= 6 * figures.cuts
+    assert figures.acknowledged >= 9 * figures.cuts
 
 
 @pytest.mark.parametrize("kind", ["ext4", "xfs"])
@@ -252,12 +264,28 @@ def test_a_power_cut_eight_seconds_after_the_return_loses_nothing_and_tears_noth
 def test_a_save_that_omits_a_sync_is_found_out_by_a_power_cut(tmp_path: Path, kind: str, mutant: str) -> None:
     figures = Figures()
     with disk(kind, tmp_path) as device:
-        for count in (1, 2, 6):  # a save, an overwritable one, an overwrite
+        for count in (1, 3, 9):  # the last step is a save, an overwrite, a deletion
             root = device.path / f"run-{count}"
             judge(device, root, cut_after(device, root, 100 * count, count, mutant=mutant), figures)
             start_over(device, root)
     figures.report(f"{kind}, {mutant}")
-    assert figures.torn if mutant == "the manifest is durable before the data" else figures.lost
+    assert figures.torn if mutant == "data are not synced" else figures.lost
+
+
+@pytest.mark.parametrize("kind", ["ext4", "xfs"])
+def test_a_save_that_commits_before_its_data_are_durable_is_found_out_by_power_cuts_at_random_instants(
+    tmp_path: Path, kind: str
+) -> None:
+    seed = random.randrange(10**6)
+    print(f"seed {seed}")
+    chance, figures = random.Random(seed), Figures()
+    with disk(kind, tmp_path) as device:
+        while not figures.torn and figures.cuts < 12:
+            root = device.path / f"run-{figures.cuts}"
+            judge(device, root, cut_at_random(device, root, chance, power_child.LATE), figures)
+            start_over(device, root)
+    figures.report(f"{kind}, {power_child.LATE}")
+    assert figures.torn
 
 
 # ---------------------------------------------------------------- full disks
@@ -270,13 +298,19 @@ SMALL_OPTIONS = SaveOptions(pack_below_bytes=8 << 10)
 def fill(room: Path, limit: str, level: int) -> None:
     """Leave room for `level` steps of 4 KiB, or for `level` files, on the file system of `room`."""
     room.mkdir()
-    state = os.statvfs(room)
-    if limit == "bytes":
-        with (room / "filler").open("wb") as filler:
-            os.posix_fallocate(filler.fileno(), 0, max(1, state.f_bavail * state.f_bsize - level * STEP_BYTES))
-    else:
-        for number in range(state.f_ffree - level):
+    if limit == "inodes":
+        for number in range(os.statvfs(room).f_ffree - level):
             (room / str(number)).touch()
+        return
+    size = 0
+    with (room / "filler").open("wb") as filler:
+        for chunk in (1 << 20, STEP_BYTES):
+            with contextlib.suppress(OSError):
+                while True:
+                    os.posix_fallocate(filler.fileno(), size, chunk)
+                    size += chunk
+        filler.truncate(size - level * STEP_BYTES)
+        os.fsync(filler.fileno())  # only then a journal gives back the blocks
 
 
 def try_to_save(path: Path, number: int) -> StorageError | None:
@@ -291,42 +325,85 @@ def is_saved(path: Path, number: int) -> bool:
     return same(jaxckpt.restore(path), tree_of(number, SMALL_ROW)) and jaxckpt.verify(path).ok
 
 
+def survive_full_disks(mount: Path, limit: str, stride: int, *, overwrite: bool) -> int:
+    """Save on a disk that is fuller and fuller less full, in steps until the save fits. Returns how many failed."""
+    path, room, empty = mount / "runs" / "a", mount / "room", sorted(os.listdir(mount))
+    for failed in itertools.count():
+        number = 3 * failed
+        if overwrite:
+            assert try_to_save(path, number) is None
+        fill(room, limit, failed * stride)
+        error = try_to_save(path, number + 1)
+        shutil.rmtree(room)
+        if error is None:
+            assert is_saved(path, number + 1)
+            return failed
+        assert error.errno == errno.ENOSPC
+        assert names_part_of(path, str(error))
+        if overwrite:
+            assert is_saved(path, number)
+            leave_no_rest([path])
+        else:
+            assert sorted(os.listdir(mount)) == empty
+        assert try_to_save(path, number + 2) is None
+        assert is_saved(path, number + 2)
+        if not overwrite:
+            shutil.rmtree(mount / "runs")
+    raise AssertionError
+
+
 @pytest.mark.parametrize("overwrite", [False, True], ids=["a new checkpoint", "an overwrite"])
 @pytest.mark.parametrize("limit", ["bytes", "inodes"])
 def test_a_disk_that_is_full_at_any_level_is_an_error_and_leaves_the_old_checkpoint(
     tmp_path: Path, limit: str, overwrite: bool, long: bool
 ) -> None:
-    failed, level, stride = 0, 0, 1 if long or limit == "inodes" else 2
     with tmpfs(tmp_path, "size=2m,nr_inodes=100") as mount:
-        path, room = mount / "runs" / "a", mount / "room"
-        if overwrite:
-            assert try_to_save(path, 0) is None
-        while True:
-            number = 2 * level + 1
-            fill(room, limit, level)
-            error = try_to_save(path, number)
-            shutil.rmtree(room)
-            if error is None:
-                assert is_saved(path, number)
-                break
-            failed += 1
+        failed = survive_full_disks(mount, limit, 1 if long or limit == "inodes" else 2, overwrite=overwrite)
+    print(f"tmpfs, {limit}: {failed} saves on a full disk failed")
+    assert failed >= 15
+
+
+@pytest.mark.parametrize("overwrite", [False, True], ids=["a new checkpoint", "an overwrite"])
+def test_a_disk_with_a_journal_that_is_full_is_an_error_and_leaves_the_old_checkpoint(
+    tmp_path: Path, overwrite: bool, long: bool
+) -> None:
+    with disk("ext4", tmp_path) as device:
+        failed = survive_full_disks(device.path, "bytes", 1 if long else 6, overwrite=overwrite)
+    print(f"ext4, bytes: {failed} saves on a full disk failed")
+    assert failed >= 6
+
+
+def test_a_failed_save_that_does_not_clean_up_is_found_out_by_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(_commit.Attempt, "abandon", lambda _attempt: None)
+    with tmpfs(tmp_path, "size=2m,nr_inodes=100") as mount, pytest.raises(AssertionError):
+        survive_full_disks(mount, "bytes", 8, overwrite=True)
+
+
+def test_an_array_on_a_full_disk_is_an_error_and_leaves_nothing(tmp_path: Path) -> None:
+    failed = 0
+    with tmpfs(tmp_path, "size=2m") as mount:
+        while error := try_to_serialize(mount, failed):
             assert error.errno == errno.ENOSPC
-            assert str(mount) in str(error)
-            if overwrite:
-                assert is_saved(path, number - 1)
-                leave_no_rest([path])
-            else:
-                assert os.listdir(mount) == []
-            assert try_to_save(path, number + 1 if overwrite else number) is None
-            if not overwrite:
-                assert is_saved(path, number)
-                jaxckpt.delete(path)
-                shutil.rmtree(mount / "runs", ignore_errors=True)
-            level += stride
-            if overwrite:
-                assert try_to_save(path, 2 * level) is None
-    print(f"{limit}: {failed} full disks, until {level} were enough")
-    assert failed >= (15 if limit == "inodes" else 20)
+            assert names_part_of(mount / "a", str(error))
+            assert os.listdir(mount) == []
+            failed += 1
+        assert same(read_array(mount / "a"), np.asarray(array_of(failed, SMALL_ROW)))
+    print(f"tmpfs, bytes: {failed} arrays on a full disk failed")
+    assert failed >= 8
+
+
+def try_to_serialize(mount: Path, number: int) -> StorageError | None:
+    """Write an array with room for 16 KiB times `number`."""
+    fill(mount / "room", "bytes", 4 * number)
+    try:
+        asyncio.run(jaxckpt.async_serialize([array_of(number, SMALL_ROW)], [mount / "a"]))
+    except StorageError as error:
+        return error
+    finally:
+        shutil.rmtree(mount / "room")
+    return None
 
 
 # ---------------------------------------------------------------- hung disks
