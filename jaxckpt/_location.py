@@ -385,7 +385,7 @@ class Location:
             with storage_errors(path):
                 fd = _open_below(top, os.path.relpath(path, top))
         except StorageError as error:
-            if error.errno == errno.ENOENT:
+            if error.errno == errno.ENOENT or not os.path.isdir(top):
                 raise CheckpointNotFoundError(errno.ENOENT, "no such file", path) from error
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise CorruptCheckpointError(
