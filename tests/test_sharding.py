@@ -393,7 +393,16 @@ def test_every_transfer_of_async_serialize_writes_the_same_bytes(tmp_path: Path,
     for transfer in TRANSFERS:
         paths = {name: tmp_path / transfer / name for name in arrays}
         serialize(arrays, paths, options=SaveOptions(transfer=transfer, **options))
-        assert contents(tmp_path / transfer) == contents(tmp_path / "auto")
+        assert anonymous(contents(tmp_path / transfer)) == anonymous(contents(tmp_path / "auto"))
+
+
+def anonymous(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of arrays without what says which attempt wrote them, and the hash of that."""
+    marks = rb'"(attempt|xxh3_128)": ?"[0-9a-f]{32}"'
+    return {
+        name: re.sub(marks, b"", data) if name.endswith(".json") else data  # the chunks as they are
+        for name, data in files.items()
+    }
 
 
 # Anything onto anything
