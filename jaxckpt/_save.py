@@ -295,6 +295,7 @@ async def save_arrays(
     Chunks are written first; an array exists when its `zarr.json` does, which is put last.
     """
     talk = request.conversation
+    claimed = False
     try:
         for array, label in zip(arrays, labels, strict=True):
             if _tree.kind_of(array, (label,)) not in ("array", "numpy"):
@@ -307,6 +308,7 @@ async def save_arrays(
             for number, (target, array) in enumerate(zip(targets, arrays, strict=True))
         ]
         attempt, ours, new_entries = await _claim_together(targets, sources, request)
+        claimed = True
         index = await writer.write(ours, None, request.captured)
         written = await in_thread(_write_array_indexes, targets, sources, index, attempt, new_entries)
         if talk.is_first:
@@ -318,7 +320,7 @@ async def save_arrays(
             await talk.hear("commit", type(None), after="write")
     except BaseException as error:
         reason = await _tell_failure(talk, error)
-        if talk.is_first:
+        if claimed and talk.is_first:
             await clean_up(_discard_unfinished, targets)
         if reason is not None:
             raise reason from error

@@ -611,7 +611,7 @@ def test_an_array_is_not_overwritten_unless_that_is_asked_for(tmp_path: Path) ->
     assert not (tmp_path / "v").exists()
     serialize([new, new], [tmp_path / "v", tmp_path / "w"], overwrite=True)
     assert_same(deserialize([tmp_path / "w"], [new])[0], new)
-    assert {path.name for path in (tmp_path / "w").iterdir()} == {"zarr.json", "c.0.0"}
+    assert {path.name for path in (tmp_path / "w").iterdir()} == {"zarr.json", "index-0.json", "c.0.0"}
     with pytest.raises(LeafMismatchError, match=r"`like` has shape \(8, 8\), the checkpoint \(2, 2\)"):
         deserialize([tmp_path / "w"], [old])
 
