@@ -34,7 +34,11 @@ class StorageError(CheckpointError, OSError):
 
 
 class SaveTimeoutError(CheckpointError, TimeoutError):
-    """A save or restore did not end within `timeout_seconds`. A save left no checkpoint."""
+    """A save or restore did not end within `timeout_seconds`.
+
+    A save left no checkpoint, unless the storage hung in the commit itself: once it works
+    again, what was there before is there, or the new checkpoint, whole.
+    """
 
 
 class PeerError(CheckpointError, RuntimeError):

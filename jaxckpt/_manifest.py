@@ -309,7 +309,7 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     """
     try:
         envelope = msgspec.json.decode(data, type=_Envelope)
-        body = bytes(envelope.manifest)
+        body = memoryview(envelope.manifest)
         if digest(body) != envelope.xxh3_128:
             raise CorruptCheckpointError(f"{where}: the manifest does not match its hash; it was altered or cut")
         version = msgspec.json.decode(body, type=_Version).format_version

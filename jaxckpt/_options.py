@@ -24,8 +24,8 @@ class SaveOptions:
         pack_below_bytes: Shards smaller than this share large files (packs);
             others get a Zarr array of their own.
         chunk_bytes: The largest chunk, and so file, that a shard is divided into.
-        timeout_seconds: A save that takes longer raises `SaveTimeoutError` and
-            leaves no checkpoint. None: no limit.
+        timeout_seconds: A save that takes longer raises `SaveTimeoutError`, which
+            says what it leaves. None: no limit.
         process_timeout_seconds: In a program of several processes, how long each one
             waits for the others once its own work is done, before `SaveTimeoutError`
             names those that are missing.

@@ -1,5 +1,6 @@
 """Pieces of many leaves -> host arrays, read once, verified, within the budget of host memory."""
 
+import asyncio
 import itertools
 import math
 from collections import defaultdict
@@ -24,6 +25,8 @@ Bytes = np.ndarray[Any, Any]
 Boxes = dict[Slice, np.ndarray[Any, Any]]
 
 _RUN_BYTES = BLOCK_BYTES
+_MOST_RUNS = 64
+"""So many wait for a thread at once: what has begun is finished also when another has failed."""
 _GAP = memoryview(bytearray(4096))
 """Where the padding between the members of a pack is read to; nobody looks at it."""
 
@@ -120,13 +123,15 @@ def check(name: str, shape: Shape, dtype: np.dtype[Any], pieces: Sequence[Stored
         )
     for stored in pieces:
         nbytes = stored.slice.size * dtype.itemsize
+        if not nbytes:
+            raise CorruptCheckpointError(f"leaf {name}: a piece in {stored.file.name} has no elements")
         path = stored.path
         taken[path] = taken.get(path, 0) + nbytes
         if taken[path] > stored.file.nbytes:
             raise CorruptCheckpointError(f"leaf {name}: pieces overlap in {path}: they have more bytes than it")
         if stored.piece.offset + nbytes > stored.file.nbytes:
             raise CorruptCheckpointError(f"leaf {name}: a piece ends after its file {stored.file.name}")
-        if nbytes and len(stored.piece.hashes) != count_blocks(stored.piece.shape, dtype.itemsize):
+        if len(stored.piece.hashes) != count_blocks(stored.piece.shape, dtype.itemsize):
             raise CorruptCheckpointError(f"leaf {name}: a piece in {stored.file.name} has the wrong number of hashes")
 
 
@@ -169,6 +174,7 @@ class Reader:
         self._memory_map = memory_map
         self._progress = progress
         self._maps: dict[str, Bytes] = {}
+        self._runs = asyncio.Semaphore(_MOST_RUNS)
 
     async def read(self, leaves: Sequence[Wanted]) -> list[Boxes]:
         """The wanted boxes of each leaf. Each block is read once, however many boxes share it.
@@ -182,6 +188,7 @@ class Reader:
             for run in runs:
                 scratch_nbytes = sum(read.scratch_nbytes for read in run)
                 await self._scratch.acquire(scratch_nbytes)
+                await self._runs.acquire()
                 tasks.create_task(self._read_run(run, scratch_nbytes))
         return found
 
@@ -208,6 +215,7 @@ class Reader:
             await in_thread(_execute, run, verify=self._verify)
         finally:
             self._scratch.release(scratch_nbytes)
+            self._runs.release()
         self._progress.add(sum(read.block.nbytes for read in run))
 
     @paused_collector()

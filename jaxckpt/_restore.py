@@ -37,7 +37,7 @@ from jaxckpt._options import MIB, RestoreOptions
 from jaxckpt._reader import Boxes, Reader, Stored, Wanted
 from jaxckpt._shards import Slice, blocks, whole
 from jaxckpt._tasks import Tasks, in_thread
-from jaxckpt._transfer import Placement, Target, blank, can_fill, join, place, put_part
+from jaxckpt._transfer import Placement, Target, blank, can_fill, is_of_jax, join, place, put_part
 
 _BATCH_BYTES = 64 * MIB
 _BATCH_LEAVES = 65536
@@ -208,6 +208,8 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
         direct = isinstance(sharding, NamedSharding)
         data = Target(leaf.shape, dtype_named(leaf.dtype), sharding if direct else None)
         return _Want(number, leaf, data, data.dtype, key_sharding=None if direct else sharding)
+    if not is_of_jax(wanted):
+        raise LeafMismatchError(f"leaf {label} is {wanted}, of which JAX has no arrays; put a numpy array into `like`")
     if not request.placement.holds(wanted):
         raise LeafMismatchError(
             f"leaf {label} is {wanted}, which JAX would narrow to 32 bits; set jax_enable_x64, put a numpy array "

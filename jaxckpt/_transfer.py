@@ -10,6 +10,7 @@ Source: the pinned-host serializer of https://github.com/jax-ml/jax/pull/22114 a
 
 import asyncio
 import contextlib
+import errno
 import math
 import mmap
 import sys
@@ -26,6 +27,7 @@ import numpy as np
 from jax.sharding import Sharding, SingleDeviceSharding
 from msgspec import Struct
 
+from jaxckpt._errors import StorageError
 from jaxckpt._options import Transfer
 from jaxckpt._shards import Device, Slice, replicated, wanted
 
@@ -212,6 +214,11 @@ class Placement:
         return self.x64 or dtype.name not in ("int64", "uint64", "float64", "complex128")
 
 
+def is_of_jax(dtype: np.dtype[Any]) -> bool:
+    """Whether JAX has arrays of `dtype`, as of all others that ml_dtypes and numpy have."""
+    return dtype.name not in ("complex32", "bcomplex32", "float6_e2m3fn", "float6_e3m2fn")
+
+
 class Target(Struct, frozen=True, gc=False):
     """What a restored array is to be: on which sharding, or None for the default device."""
 
@@ -342,7 +349,10 @@ def host_bytes(nbytes: int) -> np.ndarray[Any, Any]:
         raw = np.zeros(nbytes + _ALIGNMENT, np.uint8)
         start = -raw.ctypes.data % _ALIGNMENT
         return raw[start : start + nbytes]
-    pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    try:
+        pages = mmap.mmap(-1, nbytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    except OSError as error:
+        raise StorageError(errno.ENOMEM, f"the system has no {nbytes} bytes of memory", "host memory") from error
     if sys.platform == "linux":
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint8)

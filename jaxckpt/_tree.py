@@ -5,6 +5,7 @@ import itertools
 import keyword
 import math
 import re
+import unicodedata
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -28,6 +29,7 @@ _AWKWARD = re.compile(r"(?:(?i:con|prn|aux|nul|com\d|lpt\d)(?:\..*)?|zarr\.json|
 _LONGEST_COMPONENT = 150
 _LONGEST_NAME = 600
 _DEEPEST = 500
+_MOST_CLASSES = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,8 +83,9 @@ def flatten(tree: Any) -> Flat:
 
 
 def display(path: Path) -> str:
-    """The path for messages."""
-    return "/".join(map(str, path)) if path else "(the tree itself is one leaf)"
+    """The path for messages, long keys cut."""
+    keys = [text if len(text) <= _LONGEST_COMPONENT else f"{text[:_LONGEST_COMPONENT]}..." for text in map(str, path)]
+    return "/".join(keys) if path else "(the tree itself is one leaf)"
 
 
 def kind_of(leaf: Any, path: Path) -> str:
@@ -170,17 +173,18 @@ def paths(tree: list[Node], count: int, where: str) -> list[Path]:
         keys = _child_keys(node, where)
         if inside is None or len(keys) != len(node.children) or inside.depth > _DEEPEST:
             raise CorruptCheckpointError(f"{where}: the tree is not well formed at node {number}")
-        base = inside.path() if any(child >= 0 for child in node.children) else ()
+        own = sum(child >= 0 for child in node.children)
+        room -= own * (inside.depth + 1)
+        if room < 0:
+            raise CorruptCheckpointError(f"{where}: the tree is too deep for its {count} leaves")
+        base = inside.path() if own else ()
         for key, child in zip(keys, node.children, strict=True):
             if (child in found or child >= count) if child >= 0 else (~child in inner or ~child >= number):
                 raise CorruptCheckpointError(f"{where}: the tree is not well formed at node {number}")
             if child >= 0:
                 found[child] = (*base, key)
-                room -= len(base) + 1
             else:
                 inner[~child] = _Inner(inside, key, inside.depth + 1)
-        if room < 0:
-            raise CorruptCheckpointError(f"{where}: the tree is too deep for its {count} leaves")
     if len(found) != count:
         raise CorruptCheckpointError(f"{where}: the tree has {len(found)} leaves; expected {count}")
     return [found[leaf] for leaf in range(count)]
@@ -196,9 +200,10 @@ def unflatten(tree: list[Node], leaves: Sequence[Any], where: str) -> Any:
         return leaves[0]
     built: list[Any] = []
     try:
+        _check_classes(tree)
         for node in tree:
             built.append(_build(node, [leaves[c] if c >= 0 else built[~c] for c in node.children]))
-    except (ValueError, TypeError, SyntaxError) as error:
+    except (ValueError, TypeError) as error:
         raise CorruptCheckpointError(f"{where}: the tree is not well formed ({error})") from error
     return built[-1]
 
@@ -353,14 +358,27 @@ def _build(node: Node, values: list[Any]) -> Any:
             return {_tuple_key(key): value for key, value in zip(node.keys, values, strict=True)}
 
 
+def _check_classes(tree: list[Node]) -> None:
+    """Making a class takes a hundred times the time and memory of its record."""
+    classes = {(node.name, *node.keys) for node in tree if node.type == "namedtuple"}
+    if len(classes) > _MOST_CLASSES or sum(map(len, classes)) > 32 * _MOST_CLASSES:
+        raise ValueError(f"{len(classes)} classes of namedtuples are more than are made anew; restore it with `like`")
+
+
 @lru_cache(maxsize=256)
 def _namedtuple(name: str, fields: tuple[str, ...]) -> Any:
-    if not all(isinstance(f, str) and f.isidentifier() and not keyword.iskeyword(f) for f in (name, *fields)):
+    if not all(isinstance(f, str) and _is_identifier(f) for f in (name, *fields)):
         raise ValueError(f"{name!r} is not a namedtuple")
     made = collections.namedtuple(name, fields, rename=True)
     if made._fields != fields:
         raise ValueError(f"{fields} are not the fields of a namedtuple")
     return made
+
+
+def _is_identifier(text: str) -> bool:
+    # Of names that Python spells otherwise two may be the same, a SyntaxError.
+    is_normal = text.isascii() or unicodedata.is_normalized("NFKC", text)
+    return text.isidentifier() and not keyword.iskeyword(text) and is_normal
 
 
 def _child_keys(node: Node, where: str) -> list[Any]:

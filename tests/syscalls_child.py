@@ -80,9 +80,10 @@ def _manifest_first() -> None:
 
     def early(self: Location, name: str, data: bytes, *, replaces: bytes | None) -> None:
         index = self.child(_commit.decode_manifest(data, "").data).child("index-0.json").path
-        os.rename(index, f"{index}.later")
+        later = self.child(_commit.decode_manifest(data, "").data).child("index-9.json").path
+        os.rename(index, later)
         put(self, name, data, replaces=replaces)
-        os.rename(f"{index}.later", index)
+        os.rename(later, index)
 
     Location.put = early
 

@@ -3,10 +3,6 @@
 import asyncio
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 
 import jax
@@ -64,35 +60,6 @@ def test_a_moved_a_copied_and_a_read_only_checkpoint_restores(tmp_path: Path) ->
         file.chmod(0o555 if file.is_dir() else 0o444)
     assert same(jaxckpt.restore(tmp_path / "moved"))
     assert same(jaxckpt.restore(tmp_path / "copy"))
-
-
-KILLED = """
-    import sys, jax.numpy as jnp, numpy as np, jaxckpt
-    print("ready", flush=True)
-    for value in range(1, 1000):
-        tree = {"large": jnp.full(2 << 20, value), "small": {"a": jnp.full(10, value), "b": np.full(7, value)}}
-        jaxckpt.save(sys.argv[1], tree, overwrite=True)
-        print(value, flush=True)
-"""
-
-
-def test_a_save_that_is_killed_leaves_the_old_or_the_new_checkpoint(tmp_path: Path) -> None:
-    script = tmp_path / "script.py"
-    script.write_text("\n".join(line[4:] for line in KILLED.splitlines()))
-    for number in range(8):
-        path = tmp_path / str(number)
-        with subprocess.Popen([sys.executable, script, path], stdout=subprocess.PIPE, text=True) as process:
-            assert process.stdout is not None
-            acknowledged = [process.stdout.readline() for _ in range(2 + number % 3)]
-            time.sleep(number * 0.004)
-            process.send_signal(signal.SIGKILL)
-            acknowledged += process.stdout.readlines()
-        found = jaxckpt.restore(path)
-        values = {int(v) for leaf in (found["large"], *found["small"].values()) for v in np.unique(leaf)}
-        assert len(values) == 1
-        assert values.pop() in (int(acknowledged[-1]), int(acknowledged[-1]) + 1)
-        jaxckpt.save(path, TREE, overwrite=True)
-        assert same(jaxckpt.restore(path))
 
 
 def test_an_unknown_format_version_is_refused_by_its_number(tmp_path: Path) -> None:

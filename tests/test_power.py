@@ -38,6 +38,7 @@ from jaxckpt import (
     _commit,
     _tasks,
 )
+from jaxckpt._location import Location
 
 pytestmark = needs_disks
 
@@ -447,7 +448,32 @@ def test_a_save_on_a_hung_disk_times_out_and_leaves_the_old_checkpoint(
         assert jaxckpt.verify(path).ok
         jaxckpt.save(path, tree_of(2), overwrite=True, options=LIMITED)
         assert same(jaxckpt.restore(path), tree_of(2))
-        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "jaxckpt-worker"])
+        wait_until(no_worker_is_left)
+        jaxckpt.gc(path, grace_seconds=0)
+        leave_no_rest([path])
+
+
+def test_a_save_that_hangs_in_its_commit_times_out_and_leaves_the_old_or_the_new_checkpoint(
+    tmp_path: Path, linger_seconds: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with disk("ext4", tmp_path) as device:
+        path, put = device.path / "a", Location.put
+        jaxckpt.save(path, tree_of(0), options=OPTIONS)
+
+        def freeze_and_put(*args: Any, **kwargs: Any) -> None:
+            device.freeze()
+            put(*args, **kwargs)
+
+        monkeypatch.setattr(Location, "put", freeze_and_put)
+        with pytest.raises(SaveTimeoutError):
+            jaxckpt.save(path, tree_of(1), overwrite=True, options=LIMITED)
+        monkeypatch.undo()
+        device.thaw()
+        wait_until(no_worker_is_left)
+        found = jaxckpt.restore(path)
+        print(f"frozen in the commit: found {'the new' if found['number'] else 'the old'} checkpoint")
+        assert same(found, tree_of(found["number"]))
+        assert jaxckpt.verify(path).ok
         jaxckpt.gc(path, grace_seconds=0)
         leave_no_rest([path])
 
@@ -459,7 +485,7 @@ def test_a_first_save_that_hung_before_it_began_leaves_nothing_once_the_disk_wor
         before = os.listdir(device.path)
         with device.frozen(), pytest.raises(SaveTimeoutError):
             jaxckpt.save(device.path / "runs" / "a", tree_of(1), options=LIMITED)
-        wait_until(lambda: not [thread for thread in threading.enumerate() if thread.name == "jaxckpt-worker"])
+        wait_until(no_worker_is_left)
         assert os.listdir(device.path) == before
 
 
@@ -490,6 +516,11 @@ def test_a_script_whose_save_hangs_exits_with_an_error_in_bounded_time(tmp_path:
         print(f"exit code {code} after {seconds:.1f} s")
         assert code == process.exitcode == 1
         assert same(jaxckpt.restore(path), tree_of(0))
+
+
+def no_worker_is_left() -> bool:
+    """Whether the calls that hung have ended."""
+    return all(thread.name != "jaxckpt-worker" for thread in threading.enumerate())
 
 
 def once(action: Callable[[], None]) -> Callable[[], None]:
