@@ -49,6 +49,7 @@ from jaxckpt._options import SaveOptions
 from jaxckpt._processes import Conversation
 from jaxckpt._shards import Slice, describe
 from jaxckpt._tasks import clean_up, in_thread
+from jaxckpt._trace import Trace
 from jaxckpt._writer import Base, Layout, Source, Writer
 
 _ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(_[0-9a-f]+\.__lock)?|\.zarr\.json\.[0-9a-f]{32}")
@@ -74,8 +75,8 @@ class Request:
     copy_numpy: bool = True
     captured: Callable[[], None] = lambda: None
 
-    def writer(self) -> Writer:
-        return Writer(self.options, copy_numpy=self.copy_numpy, on_progress=self.on_progress)
+    def writer(self, trace: Trace) -> Writer:
+        return Writer(self.options, copy_numpy=self.copy_numpy, on_progress=self.on_progress, trace=trace)
 
 
 class _Opening(msgspec.Struct, frozen=True):
@@ -124,6 +125,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
     """Write `tree` as a checkpoint at `root`. It exists, durably, when this returns, and not before."""
     began = time.monotonic()
     talk = request.conversation
+    trace = Trace(request.options.trace_directory)
     captured_seconds = 0.0
 
     def captured() -> None:
@@ -139,20 +141,23 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
         opening = None if talk.is_first else await talk.hear("begin", _Opening)
         attempt = _attempt(root, request, opening)
-        writer = request.writer()
-        with paused_collector():
-            plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
-        ours = await _begin(root, attempt, plan, talk, opening)
-        base = await in_thread(_base, request.base, plan) if request.base else None
+        writer = request.writer(trace)
+        with trace.span("begin"):
+            with paused_collector():
+                plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
+            ours = await _begin(root, attempt, plan, talk, opening)
+            base = await in_thread(_base, request.base, plan) if request.base else None
         index = await writer.write(ours, attempt.data, captured, base)
-        layouts = writer.layouts(plan.sources if talk.is_first else [])
-        index, index_file = await in_thread(_write_records, attempt.data, index, layouts, writer.written_nbytes)
-        await in_thread(attempt.sync, _directories(attempt.data, index))
+        with trace.span("write records and sync directories"):
+            layouts = writer.layouts(plan.sources if talk.is_first else [])
+            index, index_file = await in_thread(_write_records, attempt.data, index, layouts, writer.written_nbytes)
+            await in_thread(attempt.sync, _directories(attempt.data, index))
         if talk.is_first:
             shares = [_Share(index_file, request.local_data), *await talk.collect("write", _Share)]
             timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
             closing = _closing(shares, timings, request.metadata)
-            await in_thread(attempt.publish, _manifest(attempt, plan, closing))
+            with trace.span("commit"):
+                await in_thread(attempt.publish, _manifest(attempt, plan, closing))
             await talk.tell("commit", closing)
         else:
             await talk.tell("write", _Share(index_file, request.local_data))
@@ -164,6 +169,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         if reason is not None:
             raise reason from error
         raise
+    await in_thread(trace.write, f"{attempt.id}-{talk.index}")
     return info(root, _manifest(attempt, plan, closing))
 
 
@@ -295,6 +301,7 @@ async def save_arrays(
     Chunks are written first; an array exists when its `zarr.json` does, which is put last.
     """
     talk = request.conversation
+    trace = Trace(request.options.trace_directory)
     claimed = False
     try:
         for array, label in zip(arrays, labels, strict=True):
@@ -302,7 +309,7 @@ async def save_arrays(
                 raise UnsupportedLeafError(
                     f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array"
                 )
-        writer = request.writer()
+        writer = request.writer(trace)
         sources = [
             writer.source(number, array, target, "", packable=False)
             for number, (target, array) in enumerate(zip(targets, arrays, strict=True))
@@ -318,6 +325,7 @@ async def save_arrays(
         else:
             await talk.tell("write", written[:1])
             await talk.hear("commit", type(None), after="write")
+        await in_thread(trace.write, f"{attempt}-{talk.index}")
     except BaseException as error:
         reason = await _tell_failure(talk, error)
         if claimed and talk.is_first:

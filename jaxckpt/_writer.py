@@ -6,9 +6,8 @@ import os
 import sys
 import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, Literal
 
 import jax
@@ -24,6 +23,7 @@ from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
 from jaxckpt._shards import Replicated, Shape, Slice, chunk_shape, chunks, owners, replicated, whole
 from jaxckpt._tasks import Tasks, in_thread
+from jaxckpt._trace import Trace
 from jaxckpt._transfer import (
     PinnedCopies,
     Shard,
@@ -125,6 +125,7 @@ class Writer:
         options: Of the save.
         copy_numpy: Whether numpy arrays may change before `write` returns.
         on_progress: Told of the bytes that are written, `(done, total)`.
+        trace: Told of what happens when.
 
     Attributes:
         written_nbytes: Bytes of array data that were written, padding included, and not linked.
@@ -136,11 +137,13 @@ class Writer:
         *,
         copy_numpy: bool,
         on_progress: Callable[[int, int], None] | None,
+        trace: Trace,
     ) -> None:
         limit = options.max_host_bytes or default_host_bytes()
         self._options = options
         self._copy_numpy = copy_numpy
         self._on_progress = on_progress
+        self._trace = trace
         self._staging_bytes = min(_STAGING_BYTES, limit // 2)
         self._most_pinned_bytes = limit // 2
         # A quarter of the budget at most, so that one piece moves while another is written. Several
@@ -304,42 +307,52 @@ class Writer:
             case "pinned":
                 async with self._budget.reserve(part.nbytes):
                     async with self._copying if is_copied_by_cores(part.data) else nullcontext():
-                        finish = self._copies.start(
-                            [cut(part.data, part.inner)]
-                        )  # quick, and so all allocated by one thread
-                        captured.set()
-                        (host,) = await in_thread(finish)
+                        with self._transferring(part):
+                            # Quick, and so all allocated by one thread.
+                            finish = self._copies.start([cut(part.data, part.inner)])
+                            captured.set()
+                            (host,) = await in_thread(finish)
                     yield host
             case "staged":
                 async with self._staging.slot() as slot:
-                    async with self._budget.reserve(part.nbytes):  # what a device without shared memory copies to
-                        host = await in_thread(part.copy_into, slot)
+                    # The budget is for what a device without shared memory copies to.
+                    async with self._budget.reserve(part.nbytes):
+                        with self._transferring(part):
+                            host = await in_thread(part.copy_into, slot)
                     captured.set()
                     yield host
             case "copied":
                 async with self._budget.reserve(part.nbytes):
-                    host = await in_thread(part.copy_into, host_bytes(part.nbytes))
+                    with self._transferring(part):
+                        host = await in_thread(part.copy_into, host_bytes(part.nbytes))
                     captured.set()
                     yield host
+
+    def _transferring(self, part: _Part) -> AbstractContextManager[None]:
+        return self._trace.span("transfer", way=part.way, leaf=part.source.number, box=part.box, nbytes=part.nbytes)
+
+    async def _hashes(self, file: File, data: np.ndarray[Any, Any]) -> list[str]:
+        with self._trace.span("hash", file=file.name, nbytes=data.nbytes):
+            return await in_thread(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize)
 
     async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
         data = np.asarray(data, order="C")
         file = File(name=layout.file(box.start), nbytes=layout.chunk_nbytes)
-        hashing = partial(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize)
         if known := self._known(number, box):
-            hashes = await in_thread(hashing)
+            hashes = await self._hashes(file, data)
             if not await in_thread(self._link_chunk, layout, file, known, hashes):
                 await self._write_data(self._arrays[number], box, data, layout)
         else:
             async with Tasks() as tasks:
-                hashed = tasks.create_task(in_thread(hashing))
+                hashed = tasks.create_task(self._hashes(file, data))
                 await self._write_data(self._arrays[number], box, data, layout)
             hashes = hashed.result()
         self._record(number, box, file, 0, hashes)
         self._progress.add(data.nbytes)
 
     async def _write_data(self, array: Any, box: Slice, data: np.ndarray[Any, Any], layout: Layout) -> None:
-        await _store.write(array, box, data, layout.location.path)
+        with self._trace.span("write", file=layout.file(box.start), nbytes=data.nbytes):
+            await _store.write(array, box, data, layout.location.path)
         self.written_nbytes += layout.chunk_nbytes
 
     async def _write_pack(self, job: _PackJob, captured: asyncio.Event) -> None:
@@ -355,7 +368,7 @@ class Writer:
             later += [(replace(part, data=host), at) for (part, at), host in zip(pinned, hosts, strict=True)]
             filled += await self._fill(buffer, later)
             layout = job.layout
-            fresh = await in_thread(self._link_packed, filled)
+            fresh = await in_thread(self._link_packed, filled) if self._base else filled
             if 0 < len(fresh) < len(filled):
                 buffer, fresh = await in_thread(_compacted, buffer, fresh)
                 layout = self._pack_layout(os.path.basename(layout.name), len(buffer))
@@ -411,7 +424,8 @@ class Writer:
         lock more than they copy.
         """
         async with self._filling:
-            return await in_thread(_fill, buffer, members)
+            with self._trace.span("copy and hash", parts=len(members), nbytes=buffer.nbytes):
+                return await in_thread(_fill, buffer, members)
 
     def _record(self, leaf: int, box: Slice, file: File, offset: int, hashes: list[str]) -> None:
         self._files[file.name] = file

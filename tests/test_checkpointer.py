@@ -1,6 +1,7 @@
 """The checkpoints of a training run: steps, retention, fallback, links, cadence, signals."""
 
 import asyncio
+import json
 import logging
 import math
 import os
@@ -30,6 +31,7 @@ from jaxckpt import (
     StorageError,
     _location,
 )
+from jaxckpt._options import Transfer
 from jaxckpt._retention import Cadence, Cost, Retention, young_daly_seconds
 
 SMALL = SaveOptions(pack_below_bytes=0, chunk_bytes=4096)
@@ -462,3 +464,18 @@ def test_each_commit_is_told_to_the_callback_and_the_log(tmp_path: Path, caplog:
     assert sorted(stats.step for stats in told) == [0, 1, 2]
     assert all(stats.bytes_per_second > 0 for stats in told)
     assert "saved step 2: 16396 bytes (" in caplog.text
+
+
+@pytest.mark.parametrize("transfer", ["pinned", "staged", "direct"])
+def test_a_trace_shows_what_happened_to_each_shard(tmp_path: Path, transfer: Transfer) -> None:
+    options = SaveOptions(pack_below_bytes=10_000, transfer=transfer, trace_directory=tmp_path / "traces")
+    info = jaxckpt.save(tmp_path / "a", {"large": jnp.zeros(10_000), "small": jnp.zeros(10)}, options=options)
+    events = json.loads((tmp_path / "traces" / f"{info.attempt}-0.json").read_text())["traceEvents"]
+    for number in {event["id"] for event in events}:
+        begin, end = (event for event in events if event["id"] == number)
+        assert (begin["ph"], end["ph"]) == ("b", "e")
+        assert begin["ts"] <= end["ts"]
+    names = [event["name"] for event in events if event["ph"] == "b"]
+    shard = ["hash", "write", "write", "copy and hash", "copy and hash"]
+    around = ["begin", "write records and sync directories", "commit"]
+    assert sorted(names) == sorted([*shard, *around, *(["transfer"] if transfer != "direct" else [])])
