@@ -7,6 +7,7 @@ import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Any
@@ -48,7 +49,7 @@ from jaxckpt._manifest import (
 from jaxckpt._options import SaveOptions
 from jaxckpt._processes import Conversation
 from jaxckpt._shards import Slice, describe
-from jaxckpt._tasks import clean_up, in_thread
+from jaxckpt._tasks import clean_up, each_in_thread, in_thread
 from jaxckpt._trace import Trace
 from jaxckpt._writer import Base, Layout, Source, Writer
 
@@ -150,8 +151,8 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         index = await writer.write(ours, attempt.data, captured, base)
         with trace.span("write records and sync directories"):
             layouts = writer.layouts(plan.sources if talk.is_first else [])
-            index, index_file = await in_thread(_write_records, attempt.data, index, layouts, writer.written_nbytes)
-            await in_thread(attempt.sync, _directories(attempt.data, index))
+            index, index_file = await _write_records(attempt.data, index, layouts, writer.written_nbytes)
+            await each_in_thread(attempt.sync, [*_directories(attempt.data, index), *attempt.directories()])
         if talk.is_first:
             shares = [_Share(index_file, request.local_data), *await talk.collect("write", _Share)]
             timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
@@ -384,22 +385,25 @@ def _leaf(leaf: Any, kind: Any, name: str, source: Source | None) -> Leaf:
     )
 
 
-def _write_records(
+async def _write_records(
     data: Location, index: Index, layouts: Iterable[Layout], written_nbytes: int
 ) -> tuple[Index, IndexFile]:
     """Write the `zarr.json` of every array, and the index that lists all files."""
-    files = list(index.files)
-    for layout in layouts:
-        name, metadata = f"{layout.name}/{_store.METADATA}", layout.metadata()
-        layout.location.make()  # of an array whose every chunk another process writes
-        data.write(name, metadata)
-        files.append(File(name=name, nbytes=len(metadata), hash=digest(metadata)))
-    index = Index(files=files, pieces=index.pieces)
-    encoded = encode_index(index)
+    # Several at a time: a journal makes the syncs of many files durable by one write.
+    metadata = await each_in_thread(partial(_write_metadata, data), layouts)
+    index = Index(files=[*index.files, *metadata], pieces=index.pieces)
+    encoded = await in_thread(encode_index, index)
     name = _index_name()
-    data.write(name, encoded)
+    await in_thread(data.write, name, encoded)
     file = IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded), written_nbytes=written_nbytes)
     return index, file
+
+
+def _write_metadata(data: Location, layout: Layout) -> File:
+    name, metadata = f"{layout.name}/{_store.METADATA}", layout.metadata()
+    layout.location.make()  # of an array whose every chunk another process writes
+    data.write(name, metadata)
+    return File(name=name, nbytes=len(metadata), hash=digest(metadata))
 
 
 def _directories(data: Location, index: Index) -> list[str]:
