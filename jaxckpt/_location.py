@@ -36,6 +36,9 @@ _SCHEMES = ("a local path", "file://")
 _IOV_MAX = 1024
 _MOST_RECORD_BYTES = 1 << 30
 
+_open_directories: set[int] = set()
+"""Descriptors by which this process holds directories locked, or waits for them."""
+
 
 def parse(path: PathLike) -> "Location":
     """The storage that `path` names: a local path, absolute or relative, `~` expanded, or a `file://` URL.
@@ -347,9 +350,11 @@ class Location:
             if error.errno == errno.ENOENT:
                 raise CheckpointNotFoundError(errno.ENOENT, "no such directory", self.path) from error
             raise
+        _open_directories.add(fd)
         try:
             yield fd
         finally:
+            _open_directories.discard(fd)
             _close(fd)
 
     def _is(self, fd: int) -> bool:
@@ -403,6 +408,16 @@ def _close(fd: int) -> None:
     """Close what was only read or locked: it is closed whatever the system says, and nothing can be lost."""
     with contextlib.suppress(OSError):
         os.close(fd)
+
+
+def _let_go_in_child() -> None:
+    """In a forked process: a lock is held until the last copy of its descriptor is closed, and it is the parent's."""
+    for fd in _open_directories:
+        _close(fd)
+    _open_directories.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _lock(fd: int, how: int) -> None:
