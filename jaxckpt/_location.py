@@ -57,7 +57,19 @@ def parse(path: PathLike) -> "Location":
         raise ValueError(f"{text}: scheme {scheme!r} is not supported; expected {' or '.join(_SCHEMES)}")
     if not rest or "\0" in rest:
         raise ValueError(f"{text!r} is not a path")
-    return Location(os.path.abspath(os.path.expanduser(rest)))
+    path = os.path.abspath(os.path.expanduser(rest))
+    if "\\" in path or not _is_unicode(path):
+        # TensorStore 0.1.86 takes a backslash for a slash, and would write the data elsewhere.
+        raise ValueError(f"{path!r} has a backslash, or bytes that are not UTF-8, which TensorStore cannot write to")
+    return Location(path)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 @contextlib.contextmanager
