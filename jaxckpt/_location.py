@@ -36,6 +36,9 @@ _SCHEMES = ("a local path", "file://")
 _IOV_MAX = 1024
 _MOST_RECORD_BYTES = 1 << 30
 
+_open_directories: set[int] = set()
+"""Descriptors by which this process holds directories locked, or waits for them."""
+
 
 def parse(path: PathLike) -> "Location":
     """The storage that `path` names: a local path, absolute or relative, `~` expanded, or a `file://` URL.
@@ -54,7 +57,19 @@ def parse(path: PathLike) -> "Location":
         raise ValueError(f"{text}: scheme {scheme!r} is not supported; expected {' or '.join(_SCHEMES)}")
     if not rest or "\0" in rest:
         raise ValueError(f"{text!r} is not a path")
-    return Location(os.path.abspath(os.path.expanduser(rest)))
+    path = os.path.abspath(os.path.expanduser(rest))
+    if "\\" in path or not _is_unicode(path):
+        # TensorStore 0.1.86 takes a backslash for a slash, and would write the data elsewhere.
+        raise ValueError(f"{path!r} has a backslash, or bytes that are not UTF-8, which TensorStore cannot write to")
+    return Location(path)
+
+
+def _is_unicode(text: str) -> bool:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def _stat(found: os.stat_result) -> "Stat":
@@ -367,9 +382,11 @@ class Location:
             if error.errno == errno.ENOENT:
                 raise CheckpointNotFoundError(errno.ENOENT, "no such directory", self.path) from error
             raise
+        _open_directories.add(fd)
         try:
             yield fd
         finally:
+            _open_directories.discard(fd)
             _close(fd)
 
     def _is(self, fd: int) -> bool:
@@ -423,6 +440,16 @@ def _close(fd: int) -> None:
     """Close what was only read or locked: it is closed whatever the system says, and nothing can be lost."""
     with contextlib.suppress(OSError):
         os.close(fd)
+
+
+def _let_go_in_child() -> None:
+    """In a forked process: a lock is held until the last copy of its descriptor is closed, and it is the parent's."""
+    for fd in _open_directories:
+        _close(fd)
+    _open_directories.clear()
+
+
+os.register_at_fork(after_in_child=_let_go_in_child)
 
 
 def _lock(fd: int, how: int) -> None:

@@ -18,7 +18,7 @@ from collections.abc import Callable, Coroutine, Generator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
 
-from jaxckpt._errors import SaveTimeoutError
+from jaxckpt._errors import CheckpointError, SaveTimeoutError
 from jaxckpt._info import CheckpointInfo
 
 T = TypeVar("T")
@@ -79,7 +79,7 @@ def _settle(future: "concurrent.futures.Future[Any]", call: Callable[[], Any]) -
 class Running(Generic[T]):
     """A coroutine that runs in a thread of its own.
 
-    The thread is not a daemon: the interpreter waits for it before it exits.
+    The thread is not a daemon, whoever starts it: the interpreter waits for it before it exits.
 
     Args:
         main: The coroutine function.
@@ -96,7 +96,9 @@ class Running(Generic[T]):
         self._loop: asyncio.AbstractEventLoop | None = None
         self._task: asyncio.Task[Any] | None = None
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=contextvars.copy_context().run, args=(self._run,), name="jaxckpt")
+        self._thread = threading.Thread(
+            target=contextvars.copy_context().run, args=(self._run,), name="jaxckpt", daemon=False
+        )
         self._thread.start()
 
     def result(self, timeout: float | None = None) -> T:
@@ -144,6 +146,13 @@ class Running(Generic[T]):
             raise
         finally:
             self._join()
+
+    def disown(self) -> None:
+        """In a forked process, where its thread does not exist: whoever asks for the result is told so."""
+        self.future = concurrent.futures.Future()
+        self.future.set_exception(
+            CheckpointError(f"the {self._what} belongs to the process that this one was forked from; wait for it there")
+        )
 
     def _join(self) -> None:
         """Let the thread of work that is done end, so that nothing of it is left."""
@@ -225,8 +234,12 @@ class PendingSave:
         return self._running.future.result()
 
     def cancel(self) -> None:
-        """Ask the save to stop. It leaves no checkpoint, unless it was committed already."""
+        """Ask the save to stop. It leaves no checkpoint, unless it was committed already.
+
+        What becomes of it is no news then: only `result()` and `await` raise it.
+        """
         self._running.cancel()
+        self._forget()
 
     def __enter__(self) -> Self:
         return self
@@ -243,8 +256,11 @@ class PendingSave:
 
     def _collected(self) -> None:
         if self.done():
-            with contextlib.suppress(ValueError):
-                _pending.remove(self)
+            self._forget()
+
+    def _forget(self) -> None:
+        with contextlib.suppress(ValueError):
+            _pending.remove(self)
 
 
 _pending: list[PendingSave] = []
@@ -260,6 +276,8 @@ def raise_lost_failure() -> None:
 
 def _report_lost_failures() -> None:
     """At exit: say what failed unseen, and make the exit code tell."""
+    # Those that still run were started by another function that runs at exit.
+    concurrent.futures.wait([pending._running.future for pending in _pending])
     failures = [failure for pending in _pending if (failure := pending.failure()) is not None]
     for failure in failures:
         print(f"jaxckpt: a background save failed: {type(failure).__name__}: {failure}", file=sys.stderr)
@@ -270,5 +288,11 @@ def _report_lost_failures() -> None:
         os._exit(1)
 
 
+def _disown_in_child() -> None:
+    for pending in _pending:
+        pending._running.disown()
+    _pending.clear()
+
+
 atexit.register(_report_lost_failures)
-os.register_at_fork(after_in_child=_pending.clear)
+os.register_at_fork(after_in_child=_disown_in_child)

@@ -114,13 +114,15 @@ class Run:
         """Count a call; whether it is to be spoiled."""
         self.calls.append(call)
         fault = self.fault
-        if fault is None or (fault.only and call.name not in fault.only):
+        if fault is None:
             return False
-        number, self.seen = self.seen, self.seen + 1
-        again = fault.after == "all" or (
-            fault.after == "same" and bool(self.injected) and call.name == self.injected[0].name
-        )
-        hit = number == fault.at or (number > fault.at and again and len(self.injected) < fault.most)
+        if self.injected:
+            again = fault.after == "all" or (fault.after == "same" and call.name == self.injected[0].name)
+            hit = again and len(self.injected) < fault.most
+        elif fault.only and call.name not in fault.only:
+            return False
+        else:
+            hit, self.seen = self.seen == fault.at, self.seen + 1
         if hit:
             self.injected.append(call)
         return hit

@@ -116,11 +116,15 @@ def _one_error_for_all() -> None:
     _store._as_ours = lambda error, path: StorageError(errno.EIO, "Input/output error", path)
 
 
+def _doubt_taken_for_failure() -> None:
+    _commit._may_be_current = _commit.is_current
+
+
 MUTANTS: dict[str, Callable[[], None]] = {
     mutant.__name__.strip("_").replace("_", " "): mutant
     for mutant in (
         *(_manifest_in_place, _manifest_first, _one_directory),
-        *(_unsynced_directories, _raw_errors, _one_error_for_all),
+        *(_unsynced_directories, _raw_errors, _one_error_for_all, _doubt_taken_for_failure),
     )
 }
 """Faults of the library that the tests must find."""
