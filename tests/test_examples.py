@@ -15,6 +15,10 @@ ROOT = Path(__file__).parents[1]
     [
         ("quickstart.py", "over 2 device(s): every byte equal"),
         ("multihost.py", "restored 2,097,152 bytes in one process, step 1000: every byte equal"),
+        ("train_nnx.py", "stopped and resumed at step 10: after 20 steps every bit as without a stop"),
+        ("train_equinox.py", "stopped and resumed at step 10: after 20 steps every bit as without a stop"),
+        ("resume_after_kill.py", "after 40 steps every bit as in the undisturbed run"),
+        ("lora.py", "the first save wrote 17,039,360 bytes, the second 262,144; each step is complete"),
     ],
 )
 def test_an_example_does_what_it_says(name: str, says: str, tmp_path: Path) -> None:
