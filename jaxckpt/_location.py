@@ -291,14 +291,15 @@ class Location:
         """
         temporary = f".{name}.{uuid.uuid4().hex}"
         try:
-            self.write(temporary, data)
-            with self.locked(), storage_errors(self._at(name)):
+            with self.locked(), storage_errors(self._at(name)):  # `gc` takes what it finds without a lock for left
+                self.write(temporary, data)
                 if self._content(name) != replaces:
                     raise self._overtaken(name)
                 if replaces is None:
                     os.link(self._at(temporary), self._at(name))
                 else:
                     os.rename(self._at(temporary), self._at(name))
+                self.sync([self.path])
         except StorageError as error:
             if error.errno == errno.EEXIST:
                 raise self._overtaken(name) from error
@@ -306,7 +307,6 @@ class Location:
         finally:
             with contextlib.suppress(OSError):  # what stays of it is invisible, and `gc` removes it
                 os.unlink(self._at(temporary))
-        self.sync([self.path])
 
     def sync(self, directories: Iterable[str]) -> None:
         """Make the entries of directories durable."""
