@@ -136,7 +136,8 @@ def _simulate(root: _location.Location, count: int, leaves: int) -> list[tuple[s
         timings=Timings(),
     )
     began = time.perf_counter()
-    attempt.sync([])
+    for directory in attempt.directories():
+        attempt.sync(directory)
     attempt.publish(manifest)
     committed = time.perf_counter() - began
     began = time.perf_counter()

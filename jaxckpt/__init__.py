@@ -13,6 +13,7 @@ from jaxckpt._api import (
     start_save,
     verify,
 )
+from jaxckpt._checkpointer import AsyncCheckpointer, Checkpointer, PendingStep, StepStats
 from jaxckpt._errors import (
     CheckpointError,
     CheckpointExistsError,
@@ -29,24 +30,30 @@ from jaxckpt._info import CheckpointInfo
 from jaxckpt._manifest import Leaf
 from jaxckpt._options import RestoreOptions, SaveOptions
 from jaxckpt._reader import Fault
+from jaxckpt._retention import KeepBest, young_daly_seconds
 from jaxckpt._sync import PendingSave
 from jaxckpt._verify import VerifyReport
 
 __all__ = [
+    "AsyncCheckpointer",
     "CheckpointError",
     "CheckpointExistsError",
     "CheckpointInfo",
     "CheckpointNotFoundError",
+    "Checkpointer",
     "CorruptCheckpointError",
     "Fault",
     "GcReport",
+    "KeepBest",
     "Leaf",
     "LeafMismatchError",
     "PeerError",
     "PendingSave",
+    "PendingStep",
     "RestoreOptions",
     "SaveOptions",
     "SaveTimeoutError",
+    "StepStats",
     "StorageError",
     "UnsupportedLeafError",
     "VerifyReport",
@@ -61,4 +68,5 @@ __all__ = [
     "save_async",
     "start_save",
     "verify",
+    "young_daly_seconds",
 ]

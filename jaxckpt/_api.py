@@ -1,9 +1,9 @@
 """The public calls, blocking and awaitable: each checks its arguments and runs one coroutine."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 
@@ -12,6 +12,7 @@ from jaxckpt._errors import LeafMismatchError
 from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
 from jaxckpt._location import Location, PathLike, parse
+from jaxckpt._manifest import to_json
 from jaxckpt._options import RestoreOptions, SaveOptions
 from jaxckpt._processes import Conversation, next_number
 from jaxckpt._sync import PendingSave, Running, raise_lost_failure
@@ -28,6 +29,9 @@ def save(
     tree: Any,
     *,
     overwrite: bool = False,
+    base: PathLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    local_data: Any = None,
     options: SaveOptions | None = None,
     on_progress: Report | None = None,
 ) -> CheckpointInfo:
@@ -49,6 +53,13 @@ def save(
         tree: A pytree of jax.Array, numpy arrays and scalars, typed PRNG keys, and
             Python int, float, complex, bool, str; None is part of the structure.
         overwrite: Replace the checkpoint that is at `path`.
+        base: An earlier checkpoint on the same file system. What has not changed since, by
+            its hashes, is hard-linked from there, not written. The new checkpoint stays
+            complete when the earlier one is deleted, but a damaged file damages both.
+        metadata: What to keep beside the tree, in the same commit: JSON, bytes allowed.
+            `describe(path).metadata` has it. Of several processes, that of process 0.
+        local_data: The same, but of each process, such as the state of its data loader:
+            `describe(path).local_data[jax.process_index()]`.
         options: See `SaveOptions`.
         on_progress: Called as `on_progress(done_bytes, total_bytes)` from another thread.
 
@@ -69,7 +80,9 @@ def save(
         >>> jaxckpt.restore("checkpoints/a")["w"].sum()
         Array(16., dtype=float32)
     """
-    return _start(path, tree, overwrite, options, on_progress, copy_numpy=False).wait()
+    return _start(
+        path, _Wish(tree, overwrite, base, metadata, local_data, options, on_progress), copy_numpy=False
+    ).wait()
 
 
 async def save_async(
@@ -77,6 +90,9 @@ async def save_async(
     tree: Any,
     *,
     overwrite: bool = False,
+    base: PathLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    local_data: Any = None,
     options: SaveOptions | None = None,
     on_progress: Report | None = None,
 ) -> CheckpointInfo:
@@ -85,7 +101,7 @@ async def save_async(
     Cancelling the awaiting task stops the save, which then leaves no checkpoint and no
     task. Arguments, guarantees and errors are those of `save`.
     """
-    return await _start(path, tree, overwrite, options, on_progress).wait_async()
+    return await _start(path, _Wish(tree, overwrite, base, metadata, local_data, options, on_progress)).wait_async()
 
 
 def start_save(
@@ -93,6 +109,9 @@ def start_save(
     tree: Any,
     *,
     overwrite: bool = False,
+    base: PathLike | None = None,
+    metadata: Mapping[str, Any] | None = None,
+    local_data: Any = None,
     options: SaveOptions | None = None,
     on_progress: Report | None = None,
 ) -> PendingSave:
@@ -111,7 +130,8 @@ def start_save(
         nobody has collected.
     """
     captured = threading.Event()
-    running = _start(path, tree, overwrite, options, on_progress, captured=captured.set)
+    wish = _Wish(tree, overwrite, base, metadata, local_data, options, on_progress)
+    running = _start(path, wish, captured=captured.set)
     running.future.add_done_callback(lambda _: captured.set())
     try:
         captured.wait()
@@ -304,22 +324,42 @@ async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | 
     return jax.tree_util.tree_unflatten(flat.treedef, values)
 
 
+class _Wish(NamedTuple):
+    """The arguments that all calls share which save a tree."""
+
+    tree: Any
+    overwrite: bool
+    base: PathLike | None
+    metadata: Mapping[str, Any] | None
+    local_data: Any
+    options: SaveOptions | None
+    on_progress: Report | None
+
+
 def _start(
-    path: PathLike,
-    tree: Any,
-    overwrite: bool,
-    options: SaveOptions | None,
-    on_progress: Report | None,
-    *,
-    copy_numpy: bool = True,
-    captured: Callable[[], None] = lambda: None,
+    path: PathLike, wish: _Wish, *, copy_numpy: bool = True, captured: Callable[[], None] = lambda: None
 ) -> Running[CheckpointInfo]:
     number = next_number()
     raise_lost_failure()
-    chosen = _checked(options, SaveOptions)
-    talk = Conversation(number, chosen.process_timeout_seconds)
-    request = _save.Request(chosen, overwrite, talk, on_progress, copy_numpy, captured)
-    return Running(partial(_save.save, parse(path), tree, request), chosen.timeout_seconds, "save")
+    options = _checked(wish.options, SaveOptions)
+    request = _save.Request(
+        options,
+        wish.overwrite,
+        Conversation(number, options.process_timeout_seconds),
+        on_progress=wish.on_progress,
+        metadata=to_json(dict(wish.metadata or {}), "metadata"),
+        local_data=to_json(wish.local_data, "local_data"),
+        base=parse(wish.base) if wish.base is not None else None,
+        copy_numpy=copy_numpy,
+        captured=captured,
+    )
+    return Running(partial(_save.save, parse(path), wish.tree, request), options.timeout_seconds, "save")
+
+
+def agreed(value: bool) -> bool:
+    """The value of process 0, in every process; all must ask in the same order as they save."""
+    talk = Conversation(next_number(), SaveOptions().process_timeout_seconds)
+    return value if talk.count == 1 else Running(partial(talk.agreed, value), None, "agreement").wait()
 
 
 def _start_restore(

@@ -99,6 +99,7 @@ def cli() -> None:
 @click.option(
     "--timeout-seconds", type=float, default=_SAVE.timeout_seconds, show_default=True, help="Give up after this long."
 )
+@click.option("--trace-directory", type=click.Path(), help="Leave a file there that ui.perfetto.dev shows.")
 @click.option("--quiet", is_flag=True, help="Print errors only.")
 def save(source: str, checkpoint: str, *, overwrite: bool, quiet: bool, **options: Any) -> None:
     """Save the file SOURCE (.safetensors, .npz, .npy) as CHECKPOINT, a directory or URL.

@@ -12,7 +12,6 @@ import re
 import threading
 import time
 import uuid
-from collections.abc import Iterable
 
 from jaxckpt._errors import (
     CheckpointError,
@@ -115,11 +114,15 @@ class Attempt:
             )
         return self._root.read(MANIFEST)
 
-    def sync(self, directories: Iterable[str]) -> None:
-        """Make what this process has put into the directories of the data, and those themselves, durable."""
-        # The directory around the root too: it may have been made a moment ago by a save that failed.
+    def directories(self) -> list[str]:
+        """Those that must be synced for the data directory to be found, itself among them."""
+        # The one around the root too: it may have been made a moment ago by a save that failed.
         around = [self._root.path, *self._root.readable_parents(), *self._new_entries]
-        self._root.sync(dict.fromkeys([*directories, self.data.path, *around]))
+        return list(dict.fromkeys([self.data.path, *around]))
+
+    def sync(self, directory: str) -> None:
+        """Make the entries of a directory durable."""
+        self._root.sync([directory])
 
     def publish(self, manifest: Manifest) -> None:
         """Make the checkpoint visible, then remove what it replaced. All data are durable already.

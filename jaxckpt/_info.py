@@ -8,7 +8,7 @@ import jax
 
 from jaxckpt._errors import CorruptCheckpointError
 from jaxckpt._location import Location
-from jaxckpt._manifest import IndexFile, Leaf, Manifest, Node, dtype_named
+from jaxckpt._manifest import IndexFile, Leaf, Manifest, Node, dtype_named, from_json
 from jaxckpt._tree import paths, unflatten
 
 
@@ -25,6 +25,8 @@ class CheckpointInfo:
         leaves: One record a leaf, in the order of the tree.
         indexes: The index file of each process, in order: the hash that covers all pieces
             in it, and `written_nbytes`, the bytes of data that the process wrote.
+        metadata: What was saved beside the tree.
+        local_data: The same, of each process; empty where none had any.
         captured_seconds: From the beginning of the save until everything was captured.
         written_seconds: The same until all data were durable.
     """
@@ -36,6 +38,8 @@ class CheckpointInfo:
     versions: dict[str, str]
     leaves: tuple[Leaf, ...]
     indexes: tuple[IndexFile, ...]
+    metadata: dict[str, Any]
+    local_data: list[Any]
     captured_seconds: float
     written_seconds: float
     _nodes: tuple[Node, ...]
@@ -54,6 +58,10 @@ class CheckpointInfo:
 
 
 def info(root: Location, manifest: Manifest) -> CheckpointInfo:
+    try:
+        metadata, local_data = from_json(manifest.metadata), from_json(manifest.local_data)
+    except (ValueError, TypeError, RecursionError) as error:
+        raise CorruptCheckpointError(f"{root}: the metadata is not what a save writes ({error})") from error
     return CheckpointInfo(
         path=str(root),
         format_version=manifest.format_version,
@@ -62,6 +70,8 @@ def info(root: Location, manifest: Manifest) -> CheckpointInfo:
         versions=manifest.versions,
         leaves=tuple(manifest.leaves),
         indexes=tuple(manifest.indexes),
+        metadata=metadata,
+        local_data=local_data,
         captured_seconds=manifest.timings.captured_seconds,
         written_seconds=manifest.timings.written_seconds,
         _nodes=tuple(manifest.tree),

@@ -72,6 +72,10 @@ def _is_unicode(text: str) -> bool:
     return True
 
 
+def _stat(found: os.stat_result) -> "Stat":
+    return Stat(found.st_size, found.st_mtime, (found.st_dev, found.st_ino))
+
+
 @contextlib.contextmanager
 def storage_errors(path: str) -> Generator[None]:
     """Turn an OSError of the block into a `StorageError` that names `path`."""
@@ -87,10 +91,11 @@ def storage_errors(path: str) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A file: its size in bytes, and when it was last changed, in seconds since 1970."""
+    """A file: its size in bytes, when it was last changed, in seconds since 1970, and what all its links share."""
 
     nbytes: int
     modified: float
+    identity: tuple[int, int]
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,8 +142,14 @@ class Location:
             for name in names:
                 with contextlib.suppress(FileNotFoundError):
                     stat_ = os.lstat(os.path.join(path, name))
-                    found[os.path.relpath(os.path.join(path, name), self.path)] = Stat(stat_.st_size, stat_.st_mtime)
+                    found[os.path.relpath(os.path.join(path, name), self.path)] = _stat(stat_)
         return found
+
+    def siblings(self) -> "list[Location]":
+        """The other directories that are in the same one."""
+        parent = Location(self.parent)
+        names = sorted(name for name in parent.names() or [] if parent.is_directory(name))
+        return [parent.child(name) for name in names if name != self.name]
 
     def modified(self) -> float:
         """When the directory or anything in it, or the file where it is one, was last changed: seconds since 1970."""
@@ -308,6 +319,15 @@ class Location:
             with contextlib.suppress(OSError):  # what stays of it is invisible, and `gc` removes it
                 os.unlink(self._at(temporary))
 
+    def link(self, name: str, other: "Location", other_name: str) -> bool:
+        """Make a file of another directory, a regular one, appear here too; whether that is possible."""
+        try:
+            with other._open(other_name):
+                os.link(other._at(other_name), self._at(name), follow_symlinks=False)
+        except (CheckpointError, OSError):
+            return False
+        return True
+
     def sync(self, directories: Iterable[str]) -> None:
         """Make the entries of directories durable."""
         for directory in directories:
@@ -382,7 +402,7 @@ class Location:
             with storage_errors(path):
                 fd = _open_below(top, os.path.relpath(path, top))
         except StorageError as error:
-            if error.errno == errno.ENOENT:
+            if error.errno == errno.ENOENT or not os.path.isdir(top):
                 raise CheckpointNotFoundError(errno.ENOENT, "no such file", path) from error
             if error.errno in (errno.ELOOP, errno.ENOTDIR):
                 raise CorruptCheckpointError(

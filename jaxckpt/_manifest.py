@@ -11,6 +11,7 @@ Source: design.md, section 4 ("On disk"), in this project's shared documents.
 
 # msgspec hands `frozen` down, which the checker does not know.
 # pyright: reportGeneralTypeIssues=false
+import base64
 import math
 from functools import cache
 from typing import Annotated, Any, Literal
@@ -24,6 +25,8 @@ from msgspec import Meta, Struct
 from jaxckpt._errors import CorruptCheckpointError
 
 FORMAT_VERSION = 1
+
+_BYTES, _FLOAT = "__bytes__", "__float__"
 
 Natural = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 # Not `$`, which also accepts a line feed after the end.
@@ -229,6 +232,10 @@ class Manifest(Record):
     leaves: list[Leaf]
     indexes: list[IndexFile]
     timings: Timings
+    metadata: dict[str, Any] = {}
+    """What the caller wants to keep beside the tree, as `to_json` spells it."""
+    local_data: list[Any] = []
+    """The same, of each process; empty where none has any."""
 
     @property
     def data(self) -> str:
@@ -317,6 +324,53 @@ def decode_manifest(data: bytes, where: str) -> Manifest:
     if len({file.name for file in manifest.indexes}) != len(manifest.indexes):
         raise CorruptCheckpointError(f"{where}: an index file is listed twice")
     return manifest
+
+
+def to_json(value: Any, where: str) -> Any:
+    """`value` as JSON keeps it exactly: bytes and the floats that JSON lacks are tagged, a tuple becomes a list.
+
+    Raises:
+        TypeError: It is of another type; names the place.
+    """
+    match value:
+        case dict():
+            if bad := [key for key in value if type(key) is not str]:
+                raise TypeError(f"{where} has the key {bad[0]!r}; expected str keys, as in JSON")
+            if value.keys() & {_BYTES, _FLOAT}:
+                raise TypeError(f"{where} has a key {_BYTES!r} or {_FLOAT!r}, which mark bytes and floats; rename it")
+            return {key: to_json(part, f"{where}[{key!r}]") for key, part in value.items()}
+        case list() | tuple():
+            return [to_json(part, f"{where}[{at}]") for at, part in enumerate(value)]
+        case bytes():
+            return {_BYTES: base64.b64encode(value).decode()}
+        case float() if not math.isfinite(value):
+            return {_FLOAT: str(value)}
+        case None | bool() | int() | float() | str():
+            return value
+        case _:
+            raise TypeError(
+                f"{where} is of type {type(value).__qualname__}; expected what JSON has, or bytes. "
+                "Convert numbers with float() or int(), and put arrays into the tree"
+            )
+
+
+def from_json(value: Any) -> Any:
+    """The inverse of `to_json`.
+
+    Raises:
+        ValueError, TypeError, RecursionError: `to_json` never made that.
+    """
+    match value:
+        case dict() if value.keys() == {_BYTES}:
+            return base64.b64decode(value[_BYTES])
+        case dict() if value.keys() == {_FLOAT}:
+            return float(value[_FLOAT])
+        case dict():
+            return {key: from_json(part) for key, part in value.items()}
+        case list():
+            return [from_json(part) for part in value]
+        case _:
+            return value
 
 
 def encode_index(index: Index) -> bytes:

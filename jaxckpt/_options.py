@@ -1,5 +1,6 @@
 """How to save and how to restore: two frozen dataclasses, validated once, when made."""
 
+import os
 from dataclasses import dataclass
 from typing import Literal, get_args
 
@@ -29,6 +30,8 @@ class SaveOptions:
         process_timeout_seconds: In a program of several processes, how long each one
             waits for the others once its own work is done, before `SaveTimeoutError`
             names those that are missing.
+        trace_directory: Where each save leaves a file that https://ui.perfetto.dev shows:
+            when each shard was transferred, hashed and written. None: nowhere.
 
     Raises:
         ValueError: A value is out of range; the message names the option.
@@ -40,6 +43,7 @@ class SaveOptions:
     chunk_bytes: int = 128 * MIB
     timeout_seconds: float | None = 3600.0
     process_timeout_seconds: float = 600.0
+    trace_directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
         if self.transfer not in get_args(Transfer):

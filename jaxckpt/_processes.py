@@ -106,6 +106,13 @@ class Conversation:
             pause = min(2 * pause, _SHORT_SECONDS)
         return [found[process] for process in sorted(found)]
 
+    async def agreed(self, value: bool) -> bool:
+        """The value of the first process, as the whole of the conversation."""
+        if not self.is_first:
+            return await self.hear("begin", bool)
+        await self.tell("begin", value)
+        return value
+
     def fail(self, phases: Sequence[str], error: BaseException) -> None:
         """Say that this process has failed in each of its `phases` in which it has said nothing yet. Never raises."""
         if self.count == 1:

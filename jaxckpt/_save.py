@@ -6,7 +6,8 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from importlib.metadata import version
 from pathlib import PurePosixPath
 from typing import Any
@@ -47,9 +48,10 @@ from jaxckpt._manifest import (
 )
 from jaxckpt._options import SaveOptions
 from jaxckpt._processes import Conversation
-from jaxckpt._shards import describe
-from jaxckpt._tasks import clean_up, in_thread
-from jaxckpt._writer import Layout, Source, Writer
+from jaxckpt._shards import Slice, describe
+from jaxckpt._tasks import clean_up, each_in_thread, in_thread
+from jaxckpt._trace import Trace
+from jaxckpt._writer import Base, Layout, Source, Writer
 
 _ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(_[0-9a-f]+\.__lock)?|\.zarr\.json\.[0-9a-f]{32}")
 
@@ -59,6 +61,7 @@ class Request:
     """How a public call wants to save. The last two are for our own callers.
 
     `conversation` is what this process has with the others of its program about this save.
+    `metadata` and `local_data` are JSON already. `base` is a checkpoint to link from.
     `copy_numpy` is whether numpy leaves may change while the save runs; `captured` is
     called when the caller may change, donate or delete everything it passed.
     """
@@ -67,11 +70,14 @@ class Request:
     overwrite: bool
     conversation: Conversation
     on_progress: Callable[[int, int], None] | None = None
+    metadata: dict[str, Any] = field(default_factory=dict)
+    local_data: Any = None
+    base: Location | None = None
     copy_numpy: bool = True
     captured: Callable[[], None] = lambda: None
 
-    def writer(self) -> Writer:
-        return Writer(self.options, copy_numpy=self.copy_numpy, on_progress=self.on_progress)
+    def writer(self, trace: Trace) -> Writer:
+        return Writer(self.options, copy_numpy=self.copy_numpy, on_progress=self.on_progress, trace=trace)
 
 
 class _Opening(msgspec.Struct, frozen=True):
@@ -93,6 +99,15 @@ class _Closing(msgspec.Struct, frozen=True):
 
     indexes: list[IndexFile]
     timings: Timings
+    metadata: dict[str, Any]
+    local_data: list[Any]
+
+
+class _Share(msgspec.Struct, frozen=True):
+    """What every other process tells the first when its data are durable."""
+
+    index: IndexFile
+    local_data: Any
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,6 +126,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
     """Write `tree` as a checkpoint at `root`. It exists, durably, when this returns, and not before."""
     began = time.monotonic()
     talk = request.conversation
+    trace = Trace(request.options.trace_directory)
     captured_seconds = 0.0
 
     def captured() -> None:
@@ -126,22 +142,26 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             nodes, names = _tree.nodes(flat), _tree.names(flat.paths)
         opening = None if talk.is_first else await talk.hear("begin", _Opening)
         attempt = _attempt(root, request, opening)
-        writer = request.writer()
-        with paused_collector():
-            plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
-        ours = await _begin(root, attempt, plan, talk, opening)
-        index = await writer.write(ours, attempt.data, captured)
-        layouts = writer.layouts(plan.sources if talk.is_first else [])
-        index, index_file = await in_thread(_write_records, attempt.data, index, layouts)
-        await in_thread(attempt.sync, _directories(attempt.data, index))
+        writer = request.writer(trace)
+        with trace.span("begin"):
+            with paused_collector():
+                plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
+            ours = await _begin(root, attempt, plan, talk, opening)
+            base = await in_thread(_base, request.base, plan) if request.base else None
+        index = await writer.write(ours, attempt.data, captured, base)
+        with trace.span("write records and sync directories"):
+            layouts = writer.layouts(plan.sources if talk.is_first else [])
+            index, index_file = await _write_records(attempt.data, index, layouts, writer.written_nbytes)
+            await each_in_thread(attempt.sync, [*_directories(attempt.data, index), *attempt.directories()])
         if talk.is_first:
-            indexes = [index_file, *await talk.collect("write", IndexFile)]
+            shares = [_Share(index_file, request.local_data), *await talk.collect("write", _Share)]
             timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
-            closing = _Closing(indexes, timings)
-            await in_thread(attempt.publish, _manifest(attempt, plan, closing))
+            closing = _closing(shares, timings, request.metadata)
+            with trace.span("commit"):
+                await in_thread(attempt.publish, _manifest(attempt, plan, closing))
             await talk.tell("commit", closing)
         else:
-            await talk.tell("write", index_file)
+            await talk.tell("write", _Share(index_file, request.local_data))
             closing = await talk.hear("commit", _Closing, after="write")
     except BaseException as error:
         reason = await _tell_failure(talk, error)
@@ -150,6 +170,7 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
         if reason is not None:
             raise reason from error
         raise
+    await in_thread(trace.write, f"{attempt.id}-{talk.index}")
     return info(root, _manifest(attempt, plan, closing))
 
 
@@ -220,6 +241,36 @@ def _is_elsewhere(data: Any) -> bool:
     return not _is_local(data) and len({device.process_index for device in data.sharding.device_set}) == 1
 
 
+def _closing(shares: list[_Share], timings: Timings, metadata: dict[str, Any]) -> _Closing:
+    local_data = [share.local_data for share in shares]
+    given = any(data is not None for data in local_data)
+    return _Closing([share.index for share in shares], timings, metadata, local_data if given else [])
+
+
+def _base(root: Location, plan: _Plan) -> Base | None:
+    """What this process wrote of the leaves of `plan` in the checkpoint at `root`; None where that cannot be read."""
+    try:
+        manifest = _commit.read(root)
+        data = root.child(manifest.data)
+        name = _index_name()
+        index = next(_commit.read_index(data, file) for file in manifest.indexes if file.name == name)
+    except (CheckpointError, StopIteration):
+        return None
+    numbers = {leaf.name: number for number, leaf in enumerate(plan.leaves)}
+    found = {
+        (numbers[name], Slice(piece.start, piece.shape)): (index.files[piece.file], piece.offset, piece.hashes)
+        for piece in index.pieces
+        if piece.leaf < len(manifest.leaves)
+        and piece.file < len(index.files)
+        and (name := manifest.leaves[piece.leaf].name) in numbers
+    }
+    return Base(data, found)
+
+
+def _index_name() -> str:
+    return f"index-{jax.process_index()}.json"
+
+
 def _manifest(attempt: _commit.Attempt, plan: _Plan, closing: _Closing) -> Manifest:
     return Manifest(
         format_version=FORMAT_VERSION,
@@ -230,6 +281,8 @@ def _manifest(attempt: _commit.Attempt, plan: _Plan, closing: _Closing) -> Manif
         leaves=plan.leaves,
         indexes=closing.indexes,
         timings=closing.timings,
+        metadata=closing.metadata,
+        local_data=closing.local_data,
     )
 
 
@@ -249,18 +302,21 @@ async def save_arrays(
     Chunks are written first; an array exists when its `zarr.json` does, which is put last.
     """
     talk = request.conversation
+    trace = Trace(request.options.trace_directory)
+    claimed = False
     try:
         for array, label in zip(arrays, labels, strict=True):
             if _tree.kind_of(array, (label,)) not in ("array", "numpy"):
                 raise UnsupportedLeafError(
                     f"array {label} is of type {type(array).__qualname__}; expected a JAX or numpy array"
                 )
-        writer = request.writer()
+        writer = request.writer(trace)
         sources = [
             writer.source(number, array, target, "", packable=False)
             for number, (target, array) in enumerate(zip(targets, arrays, strict=True))
         ]
         attempt, ours, new_entries = await _claim_together(targets, sources, request)
+        claimed = True
         index = await writer.write(ours, None, request.captured)
         written = await in_thread(_write_array_indexes, targets, sources, index, attempt, new_entries)
         if talk.is_first:
@@ -270,9 +326,10 @@ async def save_arrays(
         else:
             await talk.tell("write", written[:1])
             await talk.hear("commit", type(None), after="write")
+        await in_thread(trace.write, f"{attempt}-{talk.index}")
     except BaseException as error:
         reason = await _tell_failure(talk, error)
-        if talk.is_first:
+        if claimed and talk.is_first:
             await clean_up(_discard_unfinished, targets)
         if reason is not None:
             raise reason from error
@@ -328,20 +385,25 @@ def _leaf(leaf: Any, kind: Any, name: str, source: Source | None) -> Leaf:
     )
 
 
-def _write_records(data: Location, index: Index, layouts: Iterable[Layout]) -> tuple[Index, IndexFile]:
+async def _write_records(
+    data: Location, index: Index, layouts: Iterable[Layout], written_nbytes: int
+) -> tuple[Index, IndexFile]:
     """Write the `zarr.json` of every array, and the index that lists all files."""
-    files = list(index.files)
-    for layout in layouts:
-        name, metadata = f"{layout.name}/{_store.METADATA}", layout.metadata()
-        layout.location.make()  # of an array whose every chunk another process writes
-        data.write(name, metadata)
-        files.append(File(name=name, nbytes=len(metadata), hash=digest(metadata)))
-    index = Index(files=files, pieces=index.pieces)
-    encoded = encode_index(index)
-    name = f"index-{jax.process_index()}.json"
-    data.write(name, encoded)
-    written = sum(file.nbytes for file in index.files if file.hash is None)
-    return index, IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded), written_nbytes=written)
+    # Several at a time: a journal makes the syncs of many files durable by one write.
+    metadata = await each_in_thread(partial(_write_metadata, data), layouts)
+    index = Index(files=[*index.files, *metadata], pieces=index.pieces)
+    encoded = await in_thread(encode_index, index)
+    name = _index_name()
+    await in_thread(data.write, name, encoded)
+    file = IndexFile(name=name, nbytes=len(encoded), hash=digest(encoded), written_nbytes=written_nbytes)
+    return index, file
+
+
+def _write_metadata(data: Location, layout: Layout) -> File:
+    name, metadata = f"{layout.name}/{_store.METADATA}", layout.metadata()
+    layout.location.make()  # of an array whose every chunk another process writes
+    data.write(name, metadata)
+    return File(name=name, nbytes=len(metadata), hash=digest(metadata))
 
 
 def _directories(data: Location, index: Index) -> list[str]:
@@ -406,7 +468,7 @@ def _write_array_indexes(
     for target, source in zip(targets, sources, strict=True):
         part = _part_of(index, source, attempt)
         if part.pieces or jax.process_index() == 0:
-            file, encoded = f"index-{jax.process_index()}.json", encode_array_index(part)
+            file, encoded = _index_name(), encode_array_index(part)
             target.write(file, encoded)
             target.sync([target.path])
             written.append(_Written(source.number, file, len(encoded)))

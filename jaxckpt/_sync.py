@@ -225,6 +225,14 @@ class PendingSave:
         """Whether the save has ended, well or not."""
         return self._running.done()
 
+    def add_done_callback(self, function: "Callable[[PendingSave], None]") -> None:
+        """Call `function(self)` once the save has ended, well or not, from another thread; at once where it has."""
+        self._running.future.add_done_callback(lambda _: function(self))
+
+    def info(self) -> CheckpointInfo:
+        """What a save that has succeeded has made; it stays to be collected."""
+        return self._running.future.result()
+
     def cancel(self) -> None:
         """Ask the save to stop. It leaves no checkpoint, unless it was committed already.
 

@@ -1,12 +1,13 @@
 """Concurrent tasks that fail as one, and work that is not left behind when a task is cancelled."""
 
 import asyncio
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 from types import TracebackType
 from typing import ParamSpec, TypeVar
 
 P = ParamSpec("P")
 T = TypeVar("T")
+R = TypeVar("R")
 
 _LINGER_SECONDS = 10
 
@@ -41,6 +42,13 @@ async def finished(work: Awaitable[T]) -> T:
 async def in_thread(function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
     """Run a blocking call in a worker thread; see `finished`."""
     return await finished(asyncio.to_thread(function, *args, **kwargs))
+
+
+async def each_in_thread(function: Callable[[T], R], items: Iterable[T]) -> list[R]:
+    """Run a blocking call for every item in worker threads, several at a time; the results in order."""
+    async with Tasks() as tasks:
+        running = [tasks.create_task(in_thread(function, item)) for item in items]
+    return [task.result() for task in running]
 
 
 async def clean_up(function: Callable[P, None], *args: P.args, **kwargs: P.kwargs) -> None:

@@ -114,7 +114,8 @@ class PinnedCopies:
             return self._ordinary(arrays)
         targets = [SingleDeviceSharding(_device(array), memory_kind=PINNED) for array in arrays]
         try:
-            pinned = jax.device_put(list(arrays), targets)
+            with jax.profiler.TraceAnnotation("jaxckpt: start copies to pinned host memory", arrays=len(arrays)):
+                pinned = jax.device_put(list(arrays), targets)
         except jax.errors.JaxRuntimeError as error:
             self._give_up(error)
             return self._ordinary(arrays)
@@ -264,7 +265,7 @@ def place(
         counts.append(len(parts))
         data.extend(part for part, _ in parts)
         where.extend(on for _, on in parts)
-    with placement.applied():
+    with placement.applied(), jax.profiler.TraceAnnotation("jaxckpt: place arrays", arrays=len(data)):
         arrays = jax.block_until_ready(_put(data, where))
     return _assemble(targets, arrays, counts)
 

@@ -1,8 +1,11 @@
 """Every stored byte of a checkpoint compared with the records of it. Nothing is restored."""
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+
+from msgspec.structs import replace
 
 from jaxckpt import _commit, _reader
 from jaxckpt._budget import Progress, default_host_bytes
@@ -71,6 +74,7 @@ async def verify(root: Location, on_progress: Callable[[int, int], None] | None)
 
 class _Verification:
     def __init__(self, root: Location, manifest: Manifest, progress: Progress) -> None:
+        self._root = root
         self._manifest = manifest
         self._data = root.child(manifest.data)
         self._reader = Reader(default_host_bytes(), verify=True, memory_map=False, progress=progress)
@@ -87,7 +91,7 @@ class _Verification:
         ]
         self._faults.extend(await self._reader.find_faults(wanted))
         await in_thread(self._check_files, indexes)
-        return self._faults
+        return await in_thread(_with_sharers, self._root, self._data, self._faults) if self._faults else []
 
     def _indexes(self) -> list[Index]:
         found: list[Index] = []
@@ -144,3 +148,19 @@ class _Verification:
         if isinstance(problem, str):
             problem = f"leaf {leaf}: {file}: {problem}" if leaf else f"{file}: {problem}"
         self._faults.append(Fault(leaf, file, str(problem)))
+
+
+def _with_sharers(root: Location, data: Location, faults: Sequence[Fault]) -> list[Fault]:
+    """The faults, each with the checkpoints beside this one that share the bad file by a hard link."""
+    files = {str(data.child(name)): stat.identity for name, stat in data.files().items()}
+    bad = {files[fault.file] for fault in faults if fault.file in files}
+    sharers: dict[tuple[int, int], list[str]] = defaultdict(list)
+    for sibling in root.siblings():
+        for identity in bad & {stat.identity for stat in sibling.files().values()}:
+            sharers[identity].append(str(sibling))
+    return [
+        replace(fault, problem=f"{fault.problem} (shared with {', '.join(shared)})")
+        if (shared := sharers.get(files.get(fault.file, (0, 0))))
+        else fault
+        for fault in faults
+    ]

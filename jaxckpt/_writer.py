@@ -4,8 +4,9 @@ import asyncio
 import math
 import os
 import sys
+import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
-from contextlib import asynccontextmanager, nullcontext
+from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -22,6 +23,7 @@ from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
 from jaxckpt._shards import Replicated, Shape, Slice, chunk_shape, chunks, owners, replicated, whole
 from jaxckpt._tasks import Tasks, in_thread
+from jaxckpt._trace import Trace
 from jaxckpt._transfer import (
     PinnedCopies,
     Shard,
@@ -95,6 +97,19 @@ class _Part(Struct, frozen=True, gc=False):
 
 _Member = tuple[_Part, int]
 """A part and its offset in a pack."""
+_Filled = tuple[_Part, int, list[str]]
+"""A part, its offset in a pack, and its hashes."""
+
+
+class Base(Struct, frozen=True, gc=False):
+    """What an earlier checkpoint holds of the leaves that are being saved, by the number of the leaf and the box.
+
+    Each a file below `location`, the offset in it and the hashes. What is the same is
+    linked from there instead of written.
+    """
+
+    location: Location
+    pieces: dict[tuple[int, Slice], tuple[File, int, list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,15 +125,25 @@ class Writer:
         options: Of the save.
         copy_numpy: Whether numpy arrays may change before `write` returns.
         on_progress: Told of the bytes that are written, `(done, total)`.
+        trace: Told of what happens when.
+
+    Attributes:
+        written_nbytes: Bytes of array data that were written, padding included, and not linked.
     """
 
     def __init__(
-        self, options: SaveOptions, *, copy_numpy: bool, on_progress: Callable[[int, int], None] | None
+        self,
+        options: SaveOptions,
+        *,
+        copy_numpy: bool,
+        on_progress: Callable[[int, int], None] | None,
+        trace: Trace,
     ) -> None:
         limit = options.max_host_bytes or default_host_bytes()
         self._options = options
         self._copy_numpy = copy_numpy
         self._on_progress = on_progress
+        self._trace = trace
         self._staging_bytes = min(_STAGING_BYTES, limit // 2)
         self._most_pinned_bytes = limit // 2
         # A quarter of the budget at most, so that one piece moves while another is written. Several
@@ -134,6 +159,9 @@ class Writer:
         self._files: dict[str, File] = {}
         self._pieces: list[tuple[int, Slice, str, int, list[str]]] = []
         self._packs: list[Layout] = []
+        self._linking = threading.Lock()
+        self._linked_packs: dict[str, File | None] = {}
+        self.written_nbytes = 0
 
     def source(self, number: int, data: Any, root: Location, name: str, *, packable: bool = True) -> Source:
         """Decide whether an array gets a Zarr array of its own, `name` below `root`, or is packed."""
@@ -145,12 +173,21 @@ class Writer:
         chunk = chunk_shape(shard, data.shape, data.dtype.itemsize, target)
         return Source(number, data, Layout(root.child(name), name or str(number), data.shape, data.dtype, chunk))
 
-    async def write(self, sources: Sequence[Source], packs: Location | None, captured: Callable[[], None]) -> Index:
+    async def write(
+        self,
+        sources: Sequence[Source],
+        packs: Location | None,
+        captured: Callable[[], None],
+        base: Base | None = None,
+    ) -> Index:
         """Write all data of `sources`; durable when this returns, but for the directories.
 
         Calls `captured` once everything may be changed, donated or deleted by its owner.
-        Packs, for sources without a layout, go below `packs`.
+        Packs, for sources without a layout, go below `packs`. What has not changed since
+        `base` is linked from there.
         """
+        self._base = base
+        self._pack_root = packs
         parts = await self._parts(sources)
         self._progress = Progress(sum(part.nbytes for part in parts), self._on_progress)
         staged = [part.nbytes for part in parts if part.way == "staged" and part.source.layout]
@@ -160,7 +197,7 @@ class Writer:
         self._arrays = {
             source.number: await self._open(source.layout) for source in sources if source.layout is not None
         }
-        jobs = [*(part for part in parts if part.source.layout), *self._pack_jobs(parts, packs)]
+        jobs = [*(part for part in parts if part.source.layout), *self._pack_jobs(parts)]
         async with Tasks() as tasks:
             # What is not a view of captured memory goes first: the caller waits for it.
             for job in jobs:
@@ -229,17 +266,19 @@ class Writer:
         return [_Part(source, part, source.data, box, "copied") for part in boxes]
 
     @paused_collector()
-    def _pack_jobs(self, parts: Sequence[_Part], packs: Location | None) -> list[_PackJob]:
+    def _pack_jobs(self, parts: Sequence[_Part]) -> list[_PackJob]:
         small = [part for part in parts if part.source.layout is None]
         jobs = []
         for number, pack in enumerate(_packs.plan([part.nbytes for part in small], self._pack_bytes)):
-            assert packs is not None
-            name = f"packs/{jax.process_index()}-{number}"
-            layout = Layout(packs.child(name), name, (pack.nbytes,), np.dtype(np.uint8), (pack.nbytes,))
-            self._packs.append(layout)
+            layout = self._pack_layout(f"{jax.process_index()}-{number}", pack.nbytes)
             members = [(small[item], offset) for item, offset in zip(pack.items, pack.offsets, strict=True)]
             jobs.append(_PackJob(members, layout))
         return jobs
+
+    def _pack_layout(self, name: str, nbytes: int) -> Layout:
+        assert self._pack_root is not None
+        name = f"packs/{name}"
+        return Layout(self._pack_root.child(name), name, (nbytes,), np.dtype(np.uint8), (nbytes,))
 
     async def _open(self, layout: Layout) -> Any:
         return await _store.open_array(layout.location, layout.shape, layout.dtype, layout.chunk, self._context)
@@ -268,33 +307,53 @@ class Writer:
             case "pinned":
                 async with self._budget.reserve(part.nbytes):
                     async with self._copying if is_copied_by_cores(part.data) else nullcontext():
-                        finish = self._copies.start(
-                            [cut(part.data, part.inner)]
-                        )  # quick, and so all allocated by one thread
-                        captured.set()
-                        (host,) = await in_thread(finish)
+                        with self._transferring(part):
+                            # Quick, and so all allocated by one thread.
+                            finish = self._copies.start([cut(part.data, part.inner)])
+                            captured.set()
+                            (host,) = await in_thread(finish)
                     yield host
             case "staged":
                 async with self._staging.slot() as slot:
-                    async with self._budget.reserve(part.nbytes):  # what a device without shared memory copies to
-                        host = await in_thread(part.copy_into, slot)
+                    # The budget is for what a device without shared memory copies to.
+                    async with self._budget.reserve(part.nbytes):
+                        with self._transferring(part):
+                            host = await in_thread(part.copy_into, slot)
                     captured.set()
                     yield host
             case "copied":
                 async with self._budget.reserve(part.nbytes):
-                    host = await in_thread(part.copy_into, host_bytes(part.nbytes))
+                    with self._transferring(part):
+                        host = await in_thread(part.copy_into, host_bytes(part.nbytes))
                     captured.set()
                     yield host
 
+    def _transferring(self, part: _Part) -> AbstractContextManager[None]:
+        return self._trace.span("transfer", way=part.way, leaf=part.source.number, box=part.box, nbytes=part.nbytes)
+
+    async def _hashes(self, file: File, data: np.ndarray[Any, Any]) -> list[str]:
+        with self._trace.span("hash", file=file.name, nbytes=data.nbytes):
+            return await in_thread(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize)
+
     async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
         data = np.asarray(data, order="C")
-        async with Tasks() as tasks:
-            hashing = tasks.create_task(
-                in_thread(_store.hashes, _store.as_bytes(data), data.shape, data.dtype.itemsize)
-            )
-            await _store.write(self._arrays[number], box, data, layout.location.path)
-        self._record(number, box, File(name=layout.file(box.start), nbytes=layout.chunk_nbytes), 0, hashing.result())
+        file = File(name=layout.file(box.start), nbytes=layout.chunk_nbytes)
+        if known := self._known(number, box):
+            hashes = await self._hashes(file, data)
+            if not await in_thread(self._link_chunk, layout, file, known, hashes):
+                await self._write_data(self._arrays[number], box, data, layout)
+        else:
+            async with Tasks() as tasks:
+                hashed = tasks.create_task(self._hashes(file, data))
+                await self._write_data(self._arrays[number], box, data, layout)
+            hashes = hashed.result()
+        self._record(number, box, file, 0, hashes)
         self._progress.add(data.nbytes)
+
+    async def _write_data(self, array: Any, box: Slice, data: np.ndarray[Any, Any], layout: Layout) -> None:
+        with self._trace.span("write", file=layout.file(box.start), nbytes=data.nbytes):
+            await _store.write(array, box, data, layout.location.path)
+        self.written_nbytes += layout.chunk_nbytes
 
     async def _write_pack(self, job: _PackJob, captured: asyncio.Event) -> None:
         pinned = [member for member in job.members if member[0].way == "pinned"]
@@ -303,26 +362,70 @@ class Writer:
         async with self._budget.reserve(job.layout.chunk_nbytes * (2 if pinned else 1)):
             buffer = host_bytes(job.layout.chunk_nbytes)
             finish = self._copies.start([part.data for part, _ in pinned])
-            hashed = await self._fill(buffer, now)
+            filled = await self._fill(buffer, now)
             captured.set()
             hosts = await in_thread(finish)
             later += [(replace(part, data=host), at) for (part, at), host in zip(pinned, hosts, strict=True)]
-            hashed += await self._fill(buffer, later)
-            array = await self._open(job.layout)
-            await _store.write(array, whole(job.layout.shape), buffer, job.layout.location.path)
-        file = File(name=job.layout.file((0,)), nbytes=job.layout.chunk_nbytes)
-        for part, offset, hashes in hashed:
+            filled += await self._fill(buffer, later)
+            layout = job.layout
+            fresh = await in_thread(self._link_packed, filled) if self._base else filled
+            if 0 < len(fresh) < len(filled):
+                buffer, fresh = await in_thread(_compacted, buffer, fresh)
+                layout = self._pack_layout(os.path.basename(layout.name), len(buffer))
+            if fresh:
+                self._packs.append(layout)
+                await self._write_data(await self._open(layout), whole(layout.shape), buffer, layout)
+        file = File(name=layout.file((0,)), nbytes=layout.chunk_nbytes)
+        for part, offset, hashes in fresh:
             self._record(part.source.number, part.box, file, offset, hashes)
         self._progress.add(sum(part.nbytes for part, _ in job.members))
 
-    async def _fill(self, buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[tuple[_Part, int, list[str]]]:
+    def _known(self, number: int, box: Slice) -> tuple[File, int, list[str]] | None:
+        return self._base.pieces.get((number, box)) if self._base else None
+
+    def _link_chunk(self, layout: Layout, file: File, known: tuple[File, int, list[str]], hashes: list[str]) -> bool:
+        """Link the file of a chunk that has not changed; whether that was possible."""
+        assert self._base is not None
+        if hashes != known[2] or known[1] != 0 or known[0].nbytes != file.nbytes:
+            return False
+        layout.location.make()
+        return layout.location.link(os.path.basename(file.name), self._base.location, known[0].name)
+
+    def _link_packed(self, filled: list[_Filled]) -> list[_Filled]:
+        """Record those members of a pack that an earlier one holds unchanged, and link that; return the others."""
+        fresh: list[_Filled] = []
+        for part, offset, hashes in filled:
+            known = self._known(part.source.number, part.box)
+            linked = self._linked_pack(known[0]) if known and known[2] == hashes else None
+            if known and linked:
+                self._record(part.source.number, part.box, linked, known[1], hashes)
+            else:
+                fresh.append((part, offset, hashes))
+        return fresh
+
+    def _linked_pack(self, file: File) -> File | None:
+        """The pack `file` of the base, linked once; None where that is not possible."""
+        assert self._base is not None
+        with self._linking:
+            if file.name not in self._linked_packs:
+                layout = self._pack_layout(f"{jax.process_index()}-linked-{len(self._linked_packs)}", file.nbytes)
+                linked = File(name=layout.file((0,)), nbytes=file.nbytes)
+                layout.location.make()
+                done = layout.location.link(os.path.basename(linked.name), self._base.location, file.name)
+                self._linked_packs[file.name] = linked if done else None
+                if done:
+                    self._packs.append(layout)
+            return self._linked_packs[file.name]
+
+    async def _fill(self, buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[_Filled]:
         """Copy parts to their places in a pack, and hash them.
 
         One pack at a time: two threads that do many small copies wait for the interpreter
         lock more than they copy.
         """
         async with self._filling:
-            return await in_thread(_fill, buffer, members)
+            with self._trace.span("copy and hash", parts=len(members), nbytes=buffer.nbytes):
+                return await in_thread(_fill, buffer, members)
 
     def _record(self, leaf: int, box: Slice, file: File, offset: int, hashes: list[str]) -> None:
         self._files[file.name] = file
@@ -366,10 +469,22 @@ def _with_views(parts: list[_Part]) -> list[_Part]:
 
 
 @paused_collector()
-def _fill(buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[tuple[_Part, int, list[str]]]:
-    filled: list[tuple[_Part, int, list[str]]] = []
+def _fill(buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[_Filled]:
+    filled: list[_Filled] = []
     for part, offset in members:
         raw = buffer[offset : offset + part.nbytes]
         part.copy_into(raw)
         filled.append((part, offset, _store.hashes(raw, part.box.shape, part.data.dtype.itemsize)))
     return filled
+
+
+def _compacted(buffer: np.ndarray[Any, Any], filled: list[_Filled]) -> tuple[np.ndarray[Any, Any], list[_Filled]]:
+    """A smaller pack of those parts of `buffer` alone."""
+    sizes = [part.nbytes for part, _, _ in filled]
+    (pack,) = _packs.plan(sizes, len(buffer))
+    compact = host_bytes(pack.nbytes)
+    moved: list[_Filled] = []
+    for (part, old, hashes), new in zip(filled, pack.offsets, strict=True):
+        compact[new : new + part.nbytes] = buffer[old : old + part.nbytes]
+        moved.append((part, new, hashes))
+    return compact, moved

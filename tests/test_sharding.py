@@ -393,7 +393,16 @@ def test_every_transfer_of_async_serialize_writes_the_same_bytes(tmp_path: Path,
     for transfer in TRANSFERS:
         paths = {name: tmp_path / transfer / name for name in arrays}
         serialize(arrays, paths, options=SaveOptions(transfer=transfer, **options))
-        assert contents(tmp_path / transfer) == contents(tmp_path / "auto")
+        assert anonymous(contents(tmp_path / transfer)) == anonymous(contents(tmp_path / "auto"))
+
+
+def anonymous(files: dict[str, bytes]) -> dict[str, bytes]:
+    """The files of arrays without what says which attempt wrote them, and the hash of that."""
+    marks = rb'"(attempt|xxh3_128)": ?"[0-9a-f]{32}"'
+    return {
+        name: re.sub(marks, b"", data) if name.endswith(".json") else data  # the chunks as they are
+        for name, data in files.items()
+    }
 
 
 # Anything onto anything
@@ -602,7 +611,7 @@ def test_an_array_is_not_overwritten_unless_that_is_asked_for(tmp_path: Path) ->
     assert not (tmp_path / "v").exists()
     serialize([new, new], [tmp_path / "v", tmp_path / "w"], overwrite=True)
     assert_same(deserialize([tmp_path / "w"], [new])[0], new)
-    assert {path.name for path in (tmp_path / "w").iterdir()} == {"zarr.json", "c.0.0"}
+    assert {path.name for path in (tmp_path / "w").iterdir()} == {"zarr.json", "index-0.json", "c.0.0"}
     with pytest.raises(LeafMismatchError, match=r"`like` has shape \(8, 8\), the checkpoint \(2, 2\)"):
         deserialize([tmp_path / "w"], [old])
 
