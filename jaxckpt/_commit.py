@@ -169,9 +169,9 @@ def delete(root: Location) -> None:
         with root.locked():
             manifest = root.read(MANIFEST)
             root.unlink(MANIFEST)
+            root.sync([root.path])
     except CheckpointNotFoundError:
         raise _not_found(root) from None
-    root.sync([root.path])
     _discard_data(root, manifest)
     root.remove_if_empty([root.parent])
 

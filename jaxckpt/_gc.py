@@ -1,12 +1,13 @@
 """Remove what killed saves have left: data that no manifest names."""
 
+import contextlib
 import errno
 import re
 import time
 from dataclasses import dataclass
 
 from jaxckpt import _commit
-from jaxckpt._errors import CheckpointError, CheckpointNotFoundError
+from jaxckpt._errors import CheckpointError, CheckpointNotFoundError, StorageError
 from jaxckpt._location import Location
 
 _DATA = re.compile(r"d-[0-9a-f]{32}")
@@ -35,10 +36,11 @@ def gc(root: Location, grace_seconds: float, *, dry_run: bool) -> GcReport:
     if root.names() is None:
         raise CheckpointNotFoundError(errno.ENOENT, "no such directory", str(root))
     for directory, names in root.directories():
-        candidates = [name for name in names if _DATA.fullmatch(name) or _TEMPORARY.fullmatch(name)]
+        candidates = list(filter(_is_candidate, names))
         names[:] = [name for name in names if not _DATA.fullmatch(name)]
         if candidates:
-            collection.clean(directory, sorted(candidates))
+            with contextlib.suppress(CheckpointNotFoundError):  # the directory has just been deleted
+                collection.clean(directory)
     return GcReport(tuple(collection.removed), tuple(collection.kept), collection.nbytes)
 
 
@@ -50,21 +52,28 @@ class _Collection:
         self.kept: list[tuple[str, str]] = []
         self.nbytes = 0
 
-    def clean(self, directory: Location, names: list[str]) -> None:
-        """Remove those of `names` that are leftovers, and the directory itself if it held nothing else."""
+    def clean(self, directory: Location) -> None:
+        """Remove the leftovers in `directory`, and itself if it held nothing else."""
         before = len(self.removed)
         with directory.locked():  # so that no save begins or commits here meanwhile
             named, problem = _named(directory)
-            for name in names:
+            for name in sorted(filter(_is_candidate, directory.names() or [])):
                 if name == named:
                     continue
-                reason = problem if _DATA.fullmatch(name) else None
-                if reason := reason or self._why_kept(directory, name):
-                    self.kept.append((str(directory.child(name)), reason))
-                else:
-                    self._remove(directory, name)
+                try:
+                    self._consider(directory, name, problem if _DATA.fullmatch(name) else None)
+                except (CheckpointNotFoundError, StorageError) as error:
+                    if error.errno != errno.ENOENT:
+                        raise
+                    # Whoever has replaced or deleted it removes it at this moment.
         if len(self.removed) > before and not self._dry_run:
             directory.remove_if_empty([directory.parent])
+
+    def _consider(self, directory: Location, name: str, problem: str | None) -> None:
+        if reason := problem or self._why_kept(directory, name):
+            self.kept.append((str(directory.child(name)), reason))
+        else:
+            self._remove(directory, name)
 
     def _why_kept(self, directory: Location, name: str) -> str | None:
         leftover = directory.child(name)
@@ -94,6 +103,10 @@ class _Collection:
             if not self._dry_run:
                 leftover.remove()
         self.removed.append(str(leftover))
+
+
+def _is_candidate(name: str) -> bool:
+    return bool(_DATA.fullmatch(name) or _TEMPORARY.fullmatch(name))
 
 
 def _named(directory: Location) -> tuple[str | None, str | None]:

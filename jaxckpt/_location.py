@@ -302,14 +302,15 @@ class Location:
         """
         temporary = f".{name}.{uuid.uuid4().hex}"
         try:
-            self.write(temporary, data)
-            with self.locked(), storage_errors(self._at(name)):
+            with self.locked(), storage_errors(self._at(name)):  # `gc` takes what it finds without a lock for left
+                self.write(temporary, data)
                 if self._content(name) != replaces:
                     raise self._overtaken(name)
                 if replaces is None:
                     os.link(self._at(temporary), self._at(name))
                 else:
                     os.rename(self._at(temporary), self._at(name))
+                self.sync([self.path])
         except StorageError as error:
             if error.errno == errno.EEXIST:
                 raise self._overtaken(name) from error
@@ -317,7 +318,6 @@ class Location:
         finally:
             with contextlib.suppress(OSError):  # what stays of it is invisible, and `gc` removes it
                 os.unlink(self._at(temporary))
-        self.sync([self.path])
 
     def link(self, name: str, other: "Location", other_name: str) -> bool:
         """Make a file of another directory, a regular one, appear here too; whether that is possible."""

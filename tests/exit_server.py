@@ -25,7 +25,8 @@ class Script:
     def wait(self) -> "Done":
         code = int(self._server.line())
         seconds = time.monotonic() - self._began
-        return Done(code, *((self._folder / name).read_text() for name in ("stdout", "stderr")), seconds)
+        stdout, stderr = ((self._folder / name).read_text() for name in ("stdout", "stderr"))
+        return Done(code, stdout, stderr, seconds)
 
 
 class Done:

@@ -13,6 +13,7 @@ _context.set_forkserver_preload(["jax", "jax.numpy", "jaxckpt", "numpy", "tensor
 
 Pipe = _context.Pipe
 Event = _context.Event
+Barrier = _context.Barrier
 
 
 def start(target: Callable[..., None], *args: Any) -> BaseProcess:

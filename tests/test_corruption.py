@@ -382,6 +382,32 @@ def check_report(checkpoint: Checkpoint, name: Path, sibling: Path, damage: Dama
     assert unchanged or any(suspect in fault.problem for suspect in names for fault in report.faults)
 
 
+def test_every_damage_to_every_file_of_an_array_is_an_error_or_harmless(
+    tmp_path: Path, array: tuple[Path, jax.Array]
+) -> None:
+    path, value = array
+    asyncio.run(jaxckpt.async_serialize([value + 1], [tmp_path / "older"]))
+    shutil.copytree(path, tmp_path / "pristine")
+    counts = collections.Counter[str]()
+    for name in os.listdir(path):
+        for damage in DAMAGE:
+            shutil.copytree(tmp_path / "older", tmp_path / "kept")
+            damage(path / name, path / ("c.0.0" if name == "c.1.0" else "c.1.0"), tmp_path / "kept" / name)
+            found = asyncio.run(deserialized(path))
+            if isinstance(found, CheckpointError):
+                assert str(path) in str(found)
+                counts["detected"] += 1
+            else:
+                assert same(found, value), f"silent: {name} {damage.__name__}"
+                counts[f"harmless ({name} {damage.__name__})"] += 1
+            shutil.rmtree(path)
+            shutil.copytree(tmp_path / "pristine", path)
+            shutil.rmtree(tmp_path / "kept")
+    describe(counts, f"{len(DAMAGE)} kinds of damage to every file of an array")
+    assert counts["harmless (zarr.json one_byte_shorter)"] == 1  # its last line feed
+    assert counts["detected"] == 4 * len(DAMAGE) - 1
+
+
 def test_a_directory_that_is_a_link_to_the_real_one_is_refused_by_name(tmp_path: Path) -> None:
     saved = Checkpoint(tmp_path / "checkpoint")
     inner = [path for path in sorted(saved.path.rglob("*")) if path.is_dir()]
