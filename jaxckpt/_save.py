@@ -28,6 +28,7 @@ from jaxckpt._errors import (
     UnsupportedLeafError,
 )
 from jaxckpt._info import CheckpointInfo, info
+from jaxckpt._links import Known, Links
 from jaxckpt._location import Location
 from jaxckpt._manifest import (
     FORMAT_VERSION,
@@ -49,9 +50,10 @@ from jaxckpt._manifest import (
 from jaxckpt._options import SaveOptions
 from jaxckpt._processes import Conversation
 from jaxckpt._shards import Slice, describe
+from jaxckpt._store import Layout
 from jaxckpt._tasks import clean_up, each_in_thread, in_thread
 from jaxckpt._trace import Trace
-from jaxckpt._writer import Base, Layout, Source, Writer
+from jaxckpt._writer import Source, Writer
 
 _ARRAY_FILE = re.compile(r"zarr\.json|index-\d+\.json|c(\.\d+)*(_[0-9a-f]+\.__lock)?|\.zarr\.json\.[0-9a-f]{32}")
 
@@ -147,8 +149,8 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             with paused_collector():
                 plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
             ours = await _begin(root, attempt, plan, talk, opening)
-            base = await in_thread(_base, request.base, plan) if request.base else None
-        index = await writer.write(ours, attempt.data, captured, base)
+            links = await in_thread(_links, request.base, plan, attempt.data) if request.base else None
+        index = await writer.write(ours, attempt.data, captured, links)
         with trace.span("write records and sync directories"):
             layouts = writer.layouts(plan.sources if talk.is_first else [])
             index, index_file = await _write_records(attempt.data, index, layouts, writer.written_nbytes)
@@ -247,24 +249,23 @@ def _closing(shares: list[_Share], timings: Timings, metadata: dict[str, Any]) -
     return _Closing([share.index for share in shares], timings, metadata, local_data if given else [])
 
 
-def _base(root: Location, plan: _Plan) -> Base | None:
-    """What this process wrote of the leaves of `plan` in the checkpoint at `root`; None where that cannot be read."""
+def _links(base: Location, plan: _Plan, data: Location) -> Links | None:
+    """What this process wrote of the leaves of `plan` in the checkpoint `base`; None where that cannot be read."""
     try:
-        manifest = _commit.read(root)
-        data = root.child(manifest.data)
-        name = _index_name()
-        index = next(_commit.read_index(data, file) for file in manifest.indexes if file.name == name)
+        manifest = _commit.read(base)
+        earlier, name = base.child(manifest.data), _index_name()
+        index = next(_commit.read_index(earlier, file) for file in manifest.indexes if file.name == name)
     except (CheckpointError, StopIteration):
         return None
     numbers = {leaf.name: number for number, leaf in enumerate(plan.leaves)}
     found = {
-        (numbers[name], Slice(piece.start, piece.shape)): (index.files[piece.file], piece.offset, piece.hashes)
+        (numbers[name], Slice(piece.start, piece.shape)): Known(index.files[piece.file], piece.offset, piece.hashes)
         for piece in index.pieces
         if piece.leaf < len(manifest.leaves)
         and piece.file < len(index.files)
         and (name := manifest.leaves[piece.leaf].name) in numbers
     }
-    return Base(data, found)
+    return Links(earlier, found, data)
 
 
 def _index_name() -> str:

@@ -7,8 +7,10 @@ TensorStore's memory-mapped mode (the only one as fast) would die of.
 """
 
 import errno
+import math
 import os
 import re
+from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -32,6 +34,35 @@ _CONTEXT = {
     "file_io_concurrency": {"limit": 8},
     "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
 }
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """A Zarr array on the storage: its directory, the name that records give it, and its grid."""
+
+    location: Location
+    name: str
+    shape: Shape
+    dtype: np.dtype[Any]
+    chunk: Shape
+
+    def file(self, start: Shape) -> str:
+        """The recorded name of the chunk at `start`."""
+        return os.path.join(self.name, chunk_file(start, self.chunk))
+
+    @property
+    def chunk_nbytes(self) -> int:
+        """The size of every chunk file; one at the end of an axis is padded to it."""
+        return math.prod(self.chunk) * self.dtype.itemsize
+
+    def metadata(self, attributes: dict[str, Any] | None = None) -> bytes:
+        return zarr_json(self.shape, self.dtype, self.chunk, attributes)
+
+
+def pack_layout(root: Location, name: str, nbytes: int) -> Layout:
+    """The Zarr array of a pack of `nbytes`, for the checkpoint whose data are below `root`."""
+    name = f"packs/{name}"
+    return Layout(root.child(name), name, (nbytes,), np.dtype(np.uint8), (nbytes,))
 
 
 def context() -> ts.Context:

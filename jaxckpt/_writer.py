@@ -4,7 +4,6 @@ import asyncio
 import math
 import os
 import sys
-import threading
 from collections.abc import AsyncGenerator, Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, asynccontextmanager, nullcontext
 from dataclasses import dataclass
@@ -18,10 +17,12 @@ from msgspec.structs import replace
 from jaxckpt import _packs, _store
 from jaxckpt._budget import Budget, Progress, default_host_bytes
 from jaxckpt._collector import paused_collector
+from jaxckpt._links import Links
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece
 from jaxckpt._options import MIB, SaveOptions
-from jaxckpt._shards import Replicated, Shape, Slice, chunk_shape, chunks, owners, replicated, whole
+from jaxckpt._shards import Replicated, Slice, chunk_shape, chunks, owners, replicated, whole
+from jaxckpt._store import Layout, pack_layout
 from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._trace import Trace
 from jaxckpt._transfer import (
@@ -40,29 +41,6 @@ from jaxckpt._transfer import (
 
 _PACK_BYTES = 16 * MIB
 _STAGING_BYTES = 128 * MIB
-
-
-@dataclass(frozen=True, slots=True)
-class Layout:
-    """A Zarr array on the storage: its directory, the name that records give it, and its grid."""
-
-    location: Location
-    name: str
-    shape: Shape
-    dtype: np.dtype[Any]
-    chunk: Shape
-
-    def file(self, start: Shape) -> str:
-        """The recorded name of the chunk at `start`."""
-        return os.path.join(self.name, _store.chunk_file(start, self.chunk))
-
-    @property
-    def chunk_nbytes(self) -> int:
-        """The size of every chunk file; one at the end of an axis is padded to it."""
-        return math.prod(self.chunk) * self.dtype.itemsize
-
-    def metadata(self, attributes: dict[str, Any] | None = None) -> bytes:
-        return _store.zarr_json(self.shape, self.dtype, self.chunk, attributes)
 
 
 class Source(Struct, frozen=True, gc=False):
@@ -99,17 +77,6 @@ _Member = tuple[_Part, int]
 """A part and its offset in a pack."""
 _Filled = tuple[_Part, int, list[str]]
 """A part, its offset in a pack, and its hashes."""
-
-
-class Base(Struct, frozen=True, gc=False):
-    """What an earlier checkpoint holds of the leaves that are being saved, by the number of the leaf and the box.
-
-    Each a file below `location`, the offset in it and the hashes. What is the same is
-    linked from there instead of written.
-    """
-
-    location: Location
-    pieces: dict[tuple[int, Slice], tuple[File, int, list[str]]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -159,8 +126,6 @@ class Writer:
         self._files: dict[str, File] = {}
         self._pieces: list[tuple[int, Slice, str, int, list[str]]] = []
         self._packs: list[Layout] = []
-        self._linking = threading.Lock()
-        self._linked_packs: dict[str, File | None] = {}
         self.written_nbytes = 0
 
     def source(self, number: int, data: Any, root: Location, name: str, *, packable: bool = True) -> Source:
@@ -178,15 +143,14 @@ class Writer:
         sources: Sequence[Source],
         packs: Location | None,
         captured: Callable[[], None],
-        base: Base | None = None,
+        links: Links | None = None,
     ) -> Index:
         """Write all data of `sources`; durable when this returns, but for the directories.
 
         Calls `captured` once everything may be changed, donated or deleted by its owner.
-        Packs, for sources without a layout, go below `packs`. What has not changed since
-        `base` is linked from there.
+        Packs, for sources without a layout, go below `packs`. What `links` has is not written.
         """
-        self._base = base
+        self._links = links
         self._pack_root = packs
         parts = await self._parts(sources)
         self._progress = Progress(sum(part.nbytes for part in parts), self._on_progress)
@@ -211,7 +175,8 @@ class Writer:
 
     def layouts(self, sources: Iterable[Source]) -> list[Layout]:
         """Every Zarr array of this save, packs included, once `write` has returned."""
-        return [*(source.layout for source in sources if source.layout is not None), *self._packs]
+        linked = self._links.packs if self._links else []
+        return [*(source.layout for source in sources if source.layout is not None), *self._packs, *linked]
 
     async def _parts(self, sources: Sequence[Source]) -> list[_Part]:
         """All parts in the order of the sources; shards that the host can address become views here."""
@@ -277,8 +242,7 @@ class Writer:
 
     def _pack_layout(self, name: str, nbytes: int) -> Layout:
         assert self._pack_root is not None
-        name = f"packs/{name}"
-        return Layout(self._pack_root.child(name), name, (nbytes,), np.dtype(np.uint8), (nbytes,))
+        return pack_layout(self._pack_root, name, nbytes)
 
     async def _open(self, layout: Layout) -> Any:
         return await _store.open_array(layout.location, layout.shape, layout.dtype, layout.chunk, self._context)
@@ -338,9 +302,9 @@ class Writer:
     async def _write_chunk(self, number: int, layout: Layout, box: Slice, data: np.ndarray[Any, Any]) -> None:
         data = np.asarray(data, order="C")
         file = File(name=layout.file(box.start), nbytes=layout.chunk_nbytes)
-        if known := self._known(number, box):
+        if self._links and self._links.has(number, box):
             hashes = await self._hashes(file, data)
-            if not await in_thread(self._link_chunk, layout, file, known, hashes):
+            if not await in_thread(self._links.chunk, number, box, layout, hashes):
                 await self._write_data(self._arrays[number], box, data, layout)
         else:
             async with Tasks() as tasks:
@@ -368,7 +332,7 @@ class Writer:
             later += [(replace(part, data=host), at) for (part, at), host in zip(pinned, hosts, strict=True)]
             filled += await self._fill(buffer, later)
             layout = job.layout
-            fresh = await in_thread(self._link_packed, filled) if self._base else filled
+            fresh = await in_thread(self._link_packed, self._links, filled) if self._links else filled
             if 0 < len(fresh) < len(filled):
                 buffer, fresh = await in_thread(_compacted, buffer, fresh)
                 layout = self._pack_layout(os.path.basename(layout.name), len(buffer))
@@ -380,42 +344,15 @@ class Writer:
             self._record(part.source.number, part.box, file, offset, hashes)
         self._progress.add(sum(part.nbytes for part, _ in job.members))
 
-    def _known(self, number: int, box: Slice) -> tuple[File, int, list[str]] | None:
-        return self._base.pieces.get((number, box)) if self._base else None
-
-    def _link_chunk(self, layout: Layout, file: File, known: tuple[File, int, list[str]], hashes: list[str]) -> bool:
-        """Link the file of a chunk that has not changed; whether that was possible."""
-        assert self._base is not None
-        if hashes != known[2] or known[1] != 0 or known[0].nbytes != file.nbytes:
-            return False
-        layout.location.make()
-        return layout.location.link(os.path.basename(file.name), self._base.location, known[0].name)
-
-    def _link_packed(self, filled: list[_Filled]) -> list[_Filled]:
-        """Record those members of a pack that an earlier one holds unchanged, and link that; return the others."""
+    def _link_packed(self, links: Links, filled: list[_Filled]) -> list[_Filled]:
+        """Record those members of a pack that an earlier one holds unchanged; return the others."""
         fresh: list[_Filled] = []
         for part, offset, hashes in filled:
-            known = self._known(part.source.number, part.box)
-            linked = self._linked_pack(known[0]) if known and known[2] == hashes else None
-            if known and linked:
-                self._record(part.source.number, part.box, linked, known[1], hashes)
+            if found := links.packed(part.source.number, part.box, hashes):
+                self._record(part.source.number, part.box, *found, hashes)
             else:
                 fresh.append((part, offset, hashes))
         return fresh
-
-    def _linked_pack(self, file: File) -> File | None:
-        """The pack `file` of the base, linked once; None where that is not possible."""
-        assert self._base is not None
-        with self._linking:
-            if file.name not in self._linked_packs:
-                layout = self._pack_layout(f"{jax.process_index()}-linked-{len(self._linked_packs)}", file.nbytes)
-                linked = File(name=layout.file((0,)), nbytes=file.nbytes)
-                layout.location.make()
-                done = layout.location.link(os.path.basename(linked.name), self._base.location, file.name)
-                self._linked_packs[file.name] = linked if done else None
-                if done:
-                    self._packs.append(layout)
-            return self._linked_packs[file.name]
 
     async def _fill(self, buffer: np.ndarray[Any, Any], members: list[_Member]) -> list[_Filled]:
         """Copy parts to their places in a pack, and hash them.
