@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxckpt import _commit, _gc, _restore, _save, _verify
+from jaxckpt import _arrays, _commit, _gc, _restore, _save, _verify
 from jaxckpt._errors import LeafMismatchError
 from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
@@ -293,7 +293,7 @@ async def async_serialize(
     chosen = _checked(options, SaveOptions)
     request = _save.Request(chosen, overwrite, Conversation(number, chosen.process_timeout_seconds))
     labels = [display(path) for path in flat.paths]
-    work = partial(_save.save_arrays, targets, flat.leaves, labels, request)
+    work = partial(_arrays.save_arrays, targets, flat.leaves, labels, request)
     await Running(work, chosen.timeout_seconds, "save").wait_async()
 
 
@@ -319,7 +319,7 @@ async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | 
     chosen = _checked(options, RestoreOptions)
     request = _restore.Request(chosen, Placement.of_this_thread())
     labels = [str(place) for place in places]
-    work = partial(_restore.restore_arrays, places, flat.leaves, labels, request)
+    work = partial(_arrays.restore_arrays, places, flat.leaves, labels, request)
     values = await Running(work, chosen.timeout_seconds, "restore").wait_async()
     return jax.tree_util.tree_unflatten(flat.treedef, values)
 

@@ -1,8 +1,6 @@
 """Durable files -> arrays: the mirror of `_save`."""
 
 import difflib
-import errno
-import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -13,7 +11,7 @@ import msgspec
 import numpy as np
 from jax.sharding import NamedSharding, Sharding
 
-from jaxckpt import _commit, _reader, _store, _tree
+from jaxckpt import _commit, _reader, _tree
 from jaxckpt._budget import Budget, Progress, default_host_bytes
 from jaxckpt._collector import paused_collector
 from jaxckpt._errors import (
@@ -24,13 +22,8 @@ from jaxckpt._errors import (
 from jaxckpt._info import CheckpointInfo, info, stand_in
 from jaxckpt._location import Location
 from jaxckpt._manifest import (
-    FORMAT_VERSION,
-    ArrayAttributes,
-    Box,
-    Index,
     Leaf,
     Manifest,
-    decode_array_index,
     dtype_named,
 )
 from jaxckpt._options import MIB, RestoreOptions
@@ -41,7 +34,6 @@ from jaxckpt._transfer import Placement, Target, blank, can_fill, is_of_jax, joi
 
 _BATCH_BYTES = 64 * MIB
 _BATCH_LEAVES = 65536
-_INDEX = re.compile(r"index-\d+\.json")
 _HAS_DTYPE = (jax.Array, jax.ShapeDtypeStruct, np.ndarray, np.generic)
 
 
@@ -54,7 +46,7 @@ class Request:
     on_progress: Callable[[int, int], None] | None = None
 
 
-class _Want(msgspec.Struct, frozen=True, gc=False):
+class Want(msgspec.Struct, frozen=True, gc=False):
     """A stored leaf and what it is to become.
 
     `target` is set for a jax.Array, None for numpy. `dtype` differs from the stored one
@@ -91,20 +83,6 @@ async def restore(root: Location, like: Any, request: Request) -> Any:
                 raise
 
 
-async def restore_arrays(
-    places: Sequence[Location], likes: Sequence[Any], labels: Sequence[str], request: Request
-) -> list[Any]:
-    """The Zarr array at each place, onto what the matching `like` asks for."""
-    wants: list[_Want] = []
-    pieces: dict[int, list[Stored]] = {}
-    for number, (location, like, label) in enumerate(zip(places, likes, labels, strict=True)):
-        leaf, indexes = await in_thread(_read_array_metadata, location)
-        wants.append(_want(number, leaf, like, label, request))
-        pieces[number] = _reader.by_leaf([(index, location) for index in indexes], str(location))[0]
-    values = await _read_all(wants, pieces, request)
-    return [values[number] for number in range(len(places))]
-
-
 async def _restore(root: Location, manifest: Manifest, like: Any, request: Request) -> Any:
     with paused_collector():
         paths = _tree.paths(manifest.tree, len(manifest.leaves), str(root))
@@ -115,13 +93,13 @@ async def _restore(root: Location, manifest: Manifest, like: Any, request: Reque
             if manifest.leaves[number].kind == "value"
         }
         wants = [
-            _want(number, manifest.leaves[number], wish, _tree.display(paths[number]), request)
+            want_of(number, manifest.leaves[number], wish, _tree.display(paths[number]), request)
             for number, wish in asked
             if number not in values
         ]
     data = root.child(manifest.data)
     indexes = [(await in_thread(_commit.read_index, data, file), data) for file in manifest.indexes]
-    values |= await _read_all(wants, _reader.by_leaf(indexes, str(root)), request)
+    values |= await read_all(wants, _reader.by_leaf(indexes, str(root)), request)
     if treedef is None:
         return _tree.unflatten(manifest.tree, [values[number] for number in range(len(paths))], str(root))
     return jax.tree_util.tree_unflatten(treedef, [values[number] for number, _ in asked])
@@ -182,7 +160,7 @@ def _python_value(leaf: Leaf, wish: Any, path: _tree.Path, options: RestoreOptio
     )
 
 
-def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _Want:
+def want_of(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> Want:
     """What the stored array `leaf` is to become.
 
     Raises:
@@ -199,7 +177,7 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
         )
     wanted = np.dtype(wish.dtype) if isinstance(wish, _HAS_DTYPE) and stored is None else dtype
     if isinstance(wish, np.ndarray | np.generic) or (wish is None and leaf.kind in ("numpy", "scalar")):
-        return _Want(number, leaf, None, wanted)
+        return Want(number, leaf, None, wanted)
     sharding = _sharding_of(wish)
     if sharding is not None:
         _check_divides(label, sharding, shape)
@@ -207,7 +185,7 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
         # A named sharding puts the data where it puts the keys; others say nothing of the last axis.
         direct = isinstance(sharding, NamedSharding)
         data = Target(leaf.shape, dtype_named(leaf.dtype), sharding if direct else None)
-        return _Want(number, leaf, data, data.dtype, key_sharding=None if direct else sharding)
+        return Want(number, leaf, data, data.dtype, key_sharding=None if direct else sharding)
     if not is_of_jax(wanted):
         raise LeafMismatchError(f"leaf {label} is {wanted}, of which JAX has no arrays; put a numpy array into `like`")
     if not request.placement.holds(wanted):
@@ -215,7 +193,7 @@ def _want(number: int, leaf: Leaf, wish: Any, label: str, request: Request) -> _
             f"leaf {label} is {wanted}, which JAX would narrow to 32 bits; set jax_enable_x64, put a numpy array "
             "into `like`, or pass RestoreOptions(cast=True) with the dtype that you want"
         )
-    return _Want(number, leaf, Target(leaf.shape, wanted, sharding), wanted)
+    return Want(number, leaf, Target(leaf.shape, wanted, sharding), wanted)
 
 
 def _check_same(label: str, wish: Any, shape: tuple[int, ...], dtype: Any, *, cast: bool) -> None:
@@ -247,7 +225,7 @@ def _sharding_of(wish: Any) -> Sharding | None:
     return wish if wish is None or isinstance(wish, Sharding) else wish.sharding
 
 
-async def _read_all(wants: Sequence[_Want], pieces: dict[int, list[Stored]], request: Request) -> dict[int, Any]:
+async def read_all(wants: Sequence[Want], pieces: dict[int, list[Stored]], request: Request) -> dict[int, Any]:
     """Read and place everything, in batches that overlap within the budget."""
     limit = request.options.max_host_bytes or default_host_bytes()
     restoring = _Restoring(request, pieces, limit, sum(want.leaf.nbytes for want in wants))
@@ -263,9 +241,9 @@ async def _read_all(wants: Sequence[_Want], pieces: dict[int, list[Stored]], req
     return restoring.values
 
 
-def _batches(wants: Sequence[_Want], most_bytes: int) -> Iterator[list[_Want]]:
+def _batches(wants: Sequence[Want], most_bytes: int) -> Iterator[list[Want]]:
     """Runs of leaves: many small ones together, to be placed by one call, a large one alone."""
-    batch: list[_Want] = []
+    batch: list[Want] = []
     nbytes = 0
     for want in wants:
         if batch and (nbytes + want.leaf.nbytes > most_bytes or len(batch) == _BATCH_LEAVES):
@@ -293,7 +271,7 @@ class _Restoring:
         self._waiting = Budget(limit // 2)
         self.values: dict[int, Any] = {}
 
-    async def start(self, batch: list[_Want], tasks: Tasks) -> None:
+    async def start(self, batch: list[Want], tasks: Tasks) -> None:
         """Begin a batch as a task, once the host memory that it needs is free."""
         held = sum(want.leaf.nbytes for want in batch if not self._stays_on_host(want))
         if len(batch) == 1 and held > self._waiting.limit and batch[0].target and can_fill(batch[0].target):
@@ -302,17 +280,17 @@ class _Restoring:
         await self._waiting.acquire(held)
         tasks.create_task(self._restore(batch, held))
 
-    def _stays_on_host(self, want: _Want) -> bool:
+    def _stays_on_host(self, want: Want) -> bool:
         return want.target is None or self._placement.shares_host_memory(want.target.sharding)
 
-    async def _restore(self, batch: list[_Want], held: int) -> None:
+    async def _restore(self, batch: list[Want], held: int) -> None:
         try:
             hosts = await self._reader.read([self._wanted(want, want.boxes) for want in batch])
             self.values |= await in_thread(_finish, batch, hosts, self._placement)
         finally:
             self._waiting.release(held)
 
-    async def _stream(self, want: _Want, target: Target) -> None:
+    async def _stream(self, want: Want, target: Target) -> None:
         """Fill the shards of an array that is larger than the budget part by part."""
         part_bytes = self._waiting.limit // 2
         itemsize = dtype_named(want.leaf.dtype).itemsize
@@ -326,13 +304,13 @@ class _Restoring:
                     await in_thread(put_part, shards, target, part, data, self._placement)
         self.values[want.number] = join(shards, target)
 
-    def _wanted(self, want: _Want, boxes: Sequence[Slice]) -> Wanted:
+    def _wanted(self, want: Want, boxes: Sequence[Slice]) -> Wanted:
         leaf = want.leaf
         return Wanted(leaf.name, leaf.shape, dtype_named(leaf.dtype), boxes, self._pieces.get(want.number, ()))
 
 
 @paused_collector()
-def _finish(batch: Sequence[_Want], hosts: Sequence[Boxes], placement: Placement) -> dict[int, Any]:
+def _finish(batch: Sequence[Want], hosts: Sequence[Boxes], placement: Placement) -> dict[int, Any]:
     """Turn host arrays into what was wanted, all jax.Arrays of the batch with one call."""
     cast = [
         {box: array.astype(want.dtype, copy=False) for box, array in boxes.items()}
@@ -349,46 +327,3 @@ def _finish(batch: Sequence[_Want], hosts: Sequence[Boxes], placement: Placement
             keys = jax.random.wrap_key_data(values[want.number], impl=want.leaf.impl)
             values[want.number] = keys if want.key_sharding is None else jax.device_put(keys, want.key_sharding)
     return values
-
-
-def _read_array_metadata(location: Location) -> tuple[Leaf, list[Index]]:
-    """The array that `async_serialize` left at `location`, as a leaf and the indexes of its pieces."""
-    where = f"{location}/{_store.METADATA}"
-    try:
-        found = msgspec.json.decode(location.read(_store.METADATA), type=_ZarrArray)
-    except CheckpointNotFoundError:
-        raise CheckpointNotFoundError(errno.ENOENT, f"no array: there is no {_store.METADATA}", str(location)) from None
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise CorruptCheckpointError(
-            f"{where}: not an array that jaxckpt wrote ({error}); open others with zarr or tensorstore"
-        ) from error
-    ours = found.attributes.jaxckpt
-    if ours.format_version != FORMAT_VERSION:
-        raise CorruptCheckpointError(f"{where}: format version {ours.format_version}; expected {FORMAT_VERSION}")
-    names = sorted(name for name in location.names() or [] if _INDEX.fullmatch(name))
-    indexes = [decode_array_index(location.read(name), f"{location}/{name}") for name in names]
-    if not indexes:
-        raise CorruptCheckpointError(f"{location}: the index file of the array is missing")
-    for name, index in zip(names, indexes, strict=True):
-        if index.attempt != ours.attempt:
-            raise CorruptCheckpointError(f"{location}/{name}: it belongs to another array than {where}")
-        if (index.shape, index.dtype) != (found.shape, indexes[0].dtype):
-            raise CorruptCheckpointError(
-                f"{where}: shape {found.shape}, but {name} says {index.dtype}{index.shape}; it was altered"
-            )
-    try:
-        leaf = Leaf(name=str(location), kind="array", shape=found.shape, dtype=indexes[0].dtype)
-    except ValueError as error:
-        raise CorruptCheckpointError(f"{location}: not an array ({error})") from error
-    return leaf, [Index(files=index.files, pieces=index.pieces) for index in indexes]
-
-
-class _Attributes(msgspec.Struct):
-    jaxckpt: ArrayAttributes
-
-
-class _ZarrArray(msgspec.Struct):
-    """The part of a `zarr.json` that matters to us."""
-
-    shape: Box
-    attributes: _Attributes
