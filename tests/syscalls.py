@@ -27,7 +27,8 @@ from typing import Any, Literal, Self
 
 import forked
 
-_BY_FD = {"write": 1, "close": 3, "pwrite64": 18, "writev": 20, "flock": 73, "fsync": 74, "fdatasync": 75}
+_BY_FD = {"read": 0, "pread64": 17, "readv": 19, "preadv": 295, "preadv2": 327}
+_BY_FD |= {"write": 1, "close": 3, "pwrite64": 18, "writev": 20, "flock": 73, "fsync": 74, "fdatasync": 75}
 _BY_FD |= {"ftruncate": 77, "getdents64": 217, "sync_file_range": 277, "fallocate": 285, "pwritev": 296}
 _BY_FD |= {"syncfs": 306, "copy_file_range": 326, "pwritev2": 328}
 _BY_PATH = {"open": 2, "truncate": 76, "rename": 82, "mkdir": 83, "rmdir": 84, "creat": 85, "link": 86, "unlink": 87}

@@ -47,6 +47,14 @@ def save(path: str, generation: int, overwrite: bool) -> None:
     jaxckpt.save(path, tree(generation), overwrite=overwrite, options=OPTIONS)
 
 
+def restore(path: str) -> None:
+    """The checkpoint at `path`, which is that of one generation, byte for byte."""
+    found = jaxckpt.restore(path)
+    expected = values(found["step"])
+    assert np.array_equal(found["large"], expected["large"])
+    assert all(np.array_equal(found["small"][name], expected["small"][name]) for name in ("a", "b"))
+
+
 def delete(path: str) -> None:
     jaxckpt.delete(path)
 
@@ -61,7 +69,9 @@ def serialize(path: str, generation: int, overwrite: bool) -> None:
     asyncio.run(jaxckpt.async_serialize(arrays, paths, overwrite=overwrite, options=OPTIONS))
 
 
-FUNCTIONS: dict[str, Callable[..., None]] = {function.__name__: function for function in (save, delete, gc, serialize)}
+FUNCTIONS: dict[str, Callable[..., None]] = {
+    function.__name__: function for function in (save, restore, delete, gc, serialize)
+}
 
 
 def _manifest_in_place() -> None:
@@ -137,6 +147,7 @@ def serve(channel: socket.socket, within: str, mutant: str = "") -> None:
     warm = f"{within}-warm/{os.getpid()}"
     save(warm, 0, False)
     serialize(f"{warm}-arrays", 0, False)
+    restore(warm)
     delete(warm)
     if mutant:
         MUTANTS[mutant]()
