@@ -12,6 +12,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from types import FrameType, TracebackType
 from typing import Any, Self
 
@@ -257,12 +258,11 @@ class Checkpointer:
             options=self._options,
         )
         self._damaged.discard(step)
-        self._metrics.pop(step, None)
         self._begun = began
         handle = PendingStep(step, pending, began, waited_seconds)
         self._cost.saved(handle.blocked_seconds, time.monotonic())
         self._in_flight.append(handle)
-        handle.when_settled(self._committed)
+        handle.when_settled(partial(self._committed, numbers))
         return handle
 
     def reached_preemption(self, step: int) -> bool:
@@ -301,16 +301,20 @@ class Checkpointer:
         """
         if step is not None:
             return self._restore(_checked_step(step), like, options)
-        problems: list[str] = []
-        for newest in reversed(self.steps()):
+        problems: dict[int, str] = {}
+        gone: set[int] = set()
+        # Listed anew each time: retention may have deleted the newest in favour of a newer one.
+        while steps := [step for step in self.steps() if step not in problems and step not in gone]:
             try:
-                return self._restore(newest, like, options)
-            except (CorruptCheckpointError, CheckpointNotFoundError) as error:
-                problems.append(f"step {newest}: {error}")
-                self._damaged.add(newest)
-                warnings.warn(f"skipped a damaged checkpoint: {problems[-1]}", stacklevel=2)
+                return self._restore(steps[-1], like, options)
+            except CheckpointNotFoundError:
+                gone.add(steps[-1])
+            except CorruptCheckpointError as error:
+                problems[steps[-1]] = f"step {steps[-1]}: {error}"
+                self._damaged.add(steps[-1])
+                warnings.warn(f"skipped a damaged checkpoint: {problems[steps[-1]]}", stacklevel=2)
         if problems:
-            raise CorruptCheckpointError(f"{self._root}: no step is sound; " + "; ".join(problems))
+            raise CorruptCheckpointError(f"{self._root}: no step is sound; " + "; ".join(problems.values()))
         raise CheckpointNotFoundError(errno.ENOENT, "no step was saved", str(self._root))
 
     def _restore(self, step: int, like: Any, options: RestoreOptions | None) -> Any:
@@ -355,7 +359,12 @@ class Checkpointer:
         with self._lock:
             deleting = self._deleting
         if deleting is not None:
-            deleting.result()
+            try:
+                deleting.result()
+            finally:
+                with self._lock:
+                    if self._deleting is deleting:  # so that a failure is raised once
+                        self._deleting = None
 
     def close(self) -> None:
         """`wait`, and give the signals back. Nothing can be saved any more."""
@@ -415,7 +424,8 @@ class Checkpointer:
             with self._lock:
                 self._in_use[step] -= 1
 
-    def _committed(self, stats: StepStats) -> None:
+    def _committed(self, metrics: dict[str, float], stats: StepStats) -> None:
+        self._metrics[stats.step] = metrics
         _log.info(
             "saved step %d: %d bytes (%d written) in %.3f s, the loop blocked for %.3f s",
             stats.step,
@@ -433,26 +443,36 @@ class Checkpointer:
     def _delete_after(self, earlier: Running[None] | None) -> Callable[[], Any]:
         async def delete() -> None:
             if earlier is not None:
-                await asyncio.wrap_future(earlier.future)
+                with contextlib.suppress(CheckpointError):  # this one tries again what that has left
+                    await asyncio.wrap_future(earlier.future)
             await asyncio.to_thread(self._delete_superfluous)
 
         return delete
 
     def _delete_superfluous(self) -> None:
-        steps = self.steps()
-        kept = self._retention.kept(steps, self._metrics_of(steps) if self._retention.keep_best else {})
-        for step in steps:
-            with self._lock:
-                if step in kept or self._in_use[step]:
-                    continue
+        deleted: set[int] = set()
+        # Decided anew each time: a step may have been overwritten meanwhile, with better metrics.
+        while (step := self._superfluous(deleted)) is not None:
+            deleted.add(step)
             with contextlib.suppress(CheckpointNotFoundError):
                 _api.delete(self._path(step))
+
+    def _superfluous(self, deleted: set[int]) -> int | None:
+        """A step that may be deleted, other than those given."""
+        steps = self.steps()
+        metrics = self._metrics_of(steps) if self._retention.keep_best else {step: {} for step in steps}
+        kept = self._retention.kept(steps, metrics)
+        kept |= set(steps) - metrics.keys()  # one whose metrics cannot be read may be the best
+        with self._lock:
+            unused = (step for step in steps if not self._in_use[step])
+            return next((step for step in unused if step not in kept and step not in deleted), None)
 
     def _metrics_of(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
         for step in steps:
             if step not in self._metrics:
                 with contextlib.suppress(CheckpointError):
-                    self._metrics[step] = self.info(step).metadata.get("metrics", {})
+                    # Not over what a commit meanwhile has noted.
+                    self._metrics.setdefault(step, self.info(step).metadata.get("metrics", {}))
         return {step: self._metrics[step] for step in steps if step in self._metrics}
 
     def _is_committed(self, name: str) -> bool:

@@ -27,13 +27,13 @@ import jaxckpt
 from jaxckpt import (
     CheckpointError,
     RestoreOptions,
+    _arrays,
     _cli,
     _commit,
     _info,
     _location,
     _manifest,
     _reader,
-    _restore,
     _tree,
 )
 
@@ -481,7 +481,7 @@ class ArrayIndexTarget(Target):
     def decode(self, data: bytes) -> None:
         self.place(data)
         location = _location.Location(str(self.path))
-        leaf, indexes = _restore._read_array_metadata(location)
+        leaf, indexes = _arrays._read_array_metadata(location)
         pieces = _reader.by_leaf([(index, location) for index in indexes], str(location))[0]
         _reader.check(leaf.name, leaf.shape, _manifest.dtype_named(leaf.dtype), pieces, {})
 

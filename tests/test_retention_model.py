@@ -1,0 +1,190 @@
+"""Retention against a model: saves in any order, kills, failing deletions, restores that take long."""
+
+import contextlib
+import math
+import os
+import tempfile
+import threading
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import forked
+import hypothesis
+import pytest
+import retention_child
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from retention_child import OPTIONS, tree
+
+import jaxckpt
+from jaxckpt import Checkpointer, KeepBest, StorageError
+from jaxckpt._retention import Retention
+
+Metrics = dict[str, float]
+
+few = st.one_of(st.none(), st.integers(1, 3))
+steps = st.integers(0, 40)
+metrics = st.one_of(
+    st.just({}), st.builds(lambda loss: {"loss": loss}, st.sampled_from([0.1, 0.2, 0.3, 0.5, math.inf, math.nan]))
+)
+wishes = st.lists(st.tuples(steps, metrics), min_size=1, max_size=4, unique_by=lambda wish: wish[0])
+
+
+class Run(RuleBasedStateMachine):
+    """A training run; `known` is what is saved as far as the model knows, with its metrics."""
+
+    @initialize(last=few, every=st.one_of(st.none(), st.integers(4, 9)), best=few, mode=st.sampled_from(["min", "max"]))
+    def begin(self, last: int | None, every: int | None, best: int | None, mode: Any) -> None:
+        self.directory = tempfile.TemporaryDirectory()
+        self.root = Path(self.directory.name) / "run"
+        keep_best = KeepBest("loss", mode=mode, count=best) if best else None
+        self.arguments: dict[str, Any] = {"keep_last": last, "keep_every": every, "keep_best": keep_best}
+        self.retention = Retention(**self.arguments)
+        self.known: dict[int, Metrics] = {}
+        self.ckpt = self.opened()
+
+    def opened(self) -> Checkpointer:
+        return Checkpointer(self.root, options=OPTIONS, max_in_flight=2, full_every=4, **self.arguments)
+
+    def kept(self, among: dict[int, Metrics]) -> set[int]:
+        return self.retention.kept(among, among)
+
+    # --- what happens
+
+    @rule(wanted=wishes)
+    def save(self, wanted: list[tuple[int, Metrics]]) -> None:
+        """Save some, without waiting in between; those that are there are overwritten."""
+        self.save_all(wanted)
+        self.ckpt.wait()
+        self.retain()
+
+    def save_all(self, wanted: list[tuple[int, Metrics]]) -> None:
+        for step, values in wanted:
+            self.ckpt.save(step, tree(step), metrics=values, overwrite=True)
+            self.known[step] = values
+
+    def retain(self) -> None:
+        """What a deletion that has gone well leaves."""
+        if self.known:
+            self.known = {step: self.known[step] for step in self.kept(self.known)}
+
+    @rule()
+    def reopen(self) -> None:
+        self.ckpt.close()
+        self.ckpt = self.opened()
+
+    @precondition(lambda self: self.known)
+    @rule(which=st.integers(0, 99), wanted=wishes)
+    def restore_slowly(self, which: int, wanted: list[tuple[int, Metrics]]) -> None:
+        """Restore a step while retention would like to delete it: it stays until it was read."""
+        step = sorted(self.known)[which % len(self.known)]
+        wanted = [(number, values) for number, values in wanted if number != step]
+        with self.restoring(step):
+            self.save_all(wanted)
+            self.ckpt.wait()
+            assert step in self.ckpt.steps(), "a step was deleted while it was being restored"
+            held = self.known[step]
+            if wanted:
+                self.retain()
+            self.known[step] = held
+
+    @contextlib.contextmanager
+    def restoring(self, step: int) -> Generator[None]:
+        """A restore that begins to read when the block begins, and reads on when it ends."""
+        entered, go, found = threading.Event(), threading.Event(), []
+        restore = jaxckpt._api.restore
+
+        def slow(*args: Any, **kwargs: Any) -> Any:
+            entered.set()
+            assert go.wait(60)
+            return restore(*args, **kwargs)
+
+        with mock.patch("jaxckpt._api.restore", slow):
+            thread = threading.Thread(target=lambda: found.append(self.ckpt.restore(step, like=tree(0))))
+            thread.start()
+            try:
+                assert entered.wait(60)
+                yield
+            finally:
+                go.set()
+                thread.join()
+        assert found
+        assert found[0]["step"] == step
+
+    @rule(wanted=wishes)
+    def fail_to_delete(self, wanted: list[tuple[int, Metrics]]) -> None:
+        """Every deletion fails meanwhile: it is told once, and what is superfluous stays until the next save."""
+
+        def fails(path: str) -> None:
+            raise StorageError(5, "Input/output error", path)
+
+        with mock.patch("jaxckpt._api.delete", fails):
+            self.save_all(wanted)
+            superfluous = set(self.known) - self.kept(self.known)
+            with pytest.raises(StorageError, match="Input/output error") if superfluous else contextlib.nullcontext():
+                self.ckpt.wait()
+            self.ckpt.wait()
+
+    @rule(wanted=wishes, after=st.floats(0, 0.08))
+    def crash(self, wanted: list[tuple[int, Metrics]], after: float) -> None:
+        """Another process goes on with the run and is killed."""
+        self.ckpt.close()
+        wanted = [(step, values) for step, values in wanted if step not in self.known]
+        durable = self.killed(wanted, after)
+        possible = self.known | dict(wanted)
+        must = self.known | {step: possible[step] for step in durable}
+        self.ckpt = self.opened()
+        found = {step: possible[step] for step in self.ckpt.steps()}
+        for step in must.keys() - found.keys():
+            assert step not in self.kept(found | {step: must[step]}), f"step {step} was to be kept; there are {found}"
+        self.known = found
+
+    def killed(self, wanted: list[tuple[int, Metrics]], after: float) -> list[int]:
+        """The steps that the process has said are durable."""
+        ours, theirs = forked.Pipe()
+        process = forked.start(retention_child.saves, theirs, str(self.root), self.arguments, wanted, after)
+        theirs.close()
+        durable: list[int] = []
+        with contextlib.suppress(EOFError), ours:
+            while True:
+                durable.append(ours.recv())
+        process.join()
+        assert process.exitcode == -9
+        return durable
+
+    # --- what always holds
+
+    @invariant()
+    def there_is_what_the_model_says(self) -> None:
+        assert self.ckpt.steps() == sorted(self.known)
+        assert self.ckpt.latest_step() == max(self.known, default=None)
+        if self.known:
+            assert self.ckpt.restore(like=tree(0))["step"] == max(self.known)
+        if self.retention.keep_best:
+            best = self.retention.keep_best.best(self.known)
+            assert self.ckpt.best_step() == (best[0] if best else None)
+
+    def teardown(self) -> None:
+        self.ckpt.close()
+        if self.root.exists():
+            assert jaxckpt.gc(self.root, grace_seconds=0).kept == ()
+            assert sorted(os.listdir(self.root)) == sorted(map(str, self.known))
+        for step in self.known:
+            assert jaxckpt.verify(self.root / str(step)).ok
+            assert len(os.listdir(self.root / str(step))) == 2
+        self.directory.cleanup()
+
+
+# Kills hit other instants when they are repeated, so a failure cannot be made smaller.
+Run.TestCase.settings = hypothesis.settings(
+    max_examples=5,
+    stateful_step_count=40,
+    phases=[hypothesis.Phase.generate],
+    suppress_health_check=list(hypothesis.HealthCheck),
+)
+
+
+class TestRetention(Run.TestCase):
+    """200 operations: the newest, what is kept and what is in use stay; everything else goes."""
