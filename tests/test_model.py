@@ -9,7 +9,6 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Generator
-from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from typing import Any
 
@@ -40,7 +39,7 @@ class OtherProcess:
     """A process of `model_child`, which is replaced when it has died."""
 
     def __init__(self) -> None:
-        self._live: list[tuple[Connection, BaseProcess]] = []
+        self._live: list[tuple[Any, BaseProcess]] = []
 
     def call(self, *command: Any) -> bool:
         """Whether it came back from that alive."""

@@ -53,7 +53,7 @@ def leave(folder: Path, age_seconds: float = TEN_YEARS) -> tuple[Path, Path]:
     (data / "index-0.json").write_text("{")
     temporary.write_text("{" * 11)
     for path in [*data.rglob("*"), data, temporary]:
-        os.utime(path, (time.time() - age_seconds,) * 2)
+        os.utime(path, (time.time() - age_seconds, time.time() - age_seconds))
     return data, temporary
 
 
