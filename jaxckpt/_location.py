@@ -73,7 +73,7 @@ def _is_unicode(text: str) -> bool:
 
 
 def _stat(found: os.stat_result) -> "Stat":
-    return Stat(found.st_size, found.st_mtime, (found.st_dev, found.st_ino))
+    return Stat(found.st_size, found.st_mtime, (found.st_dev, found.st_ino), found.st_nlink)
 
 
 @contextlib.contextmanager
@@ -91,11 +91,12 @@ def storage_errors(path: str) -> Generator[None]:
 
 @dataclass(frozen=True, slots=True)
 class Stat:
-    """A file: its size in bytes, when it was last changed, in seconds since 1970, and what all its links share."""
+    """A file: bytes, when it was last changed (seconds since 1970), what all its links share, and how many they are."""
 
     nbytes: int
     modified: float
     identity: tuple[int, int]
+    links: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -152,10 +152,10 @@ class _Verification:
 
 def _with_sharers(root: Location, data: Location, faults: Sequence[Fault]) -> list[Fault]:
     """The faults, each with the checkpoints beside this one that share the bad file by a hard link."""
-    files = {str(data.child(name)): stat.identity for name, stat in data.files().items()}
+    files = {str(data.child(name)): stat.identity for name, stat in data.files().items() if stat.links > 1}
     bad = {files[fault.file] for fault in faults if fault.file in files}
     sharers: dict[tuple[int, int], list[str]] = defaultdict(list)
-    for sibling in root.siblings():
+    for sibling in root.siblings() if bad else ():
         for identity in bad & {stat.identity for stat in sibling.files().values()}:
             sharers[identity].append(str(sibling))
     return [

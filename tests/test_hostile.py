@@ -196,7 +196,7 @@ tree("a billion laughs", laughs(9))
 tree("laughs without end", laughs(400))
 tree("as deep as it may be", chain(499))
 tree("too deep", chain(501))
-tree("far too deep", chain(50_000))
+tree("far too deep", chain(30_000))
 tree("an unknown kind of node", [{"type": "set", "children": [0, 1, 2, 3, 4]}])
 tree("a none with children", [{"type": "none", "children": [0, 1, 2, 3, 4], "keys": [1, 2, 3, 4, 5]}])
 tree("an object by the name of a function", [{"type": "object", "name": "os.system", "children": [0], "keys": ["x"]}])
@@ -240,9 +240,9 @@ def a_million_leaves(forged: Forged) -> None:
 
 
 @case
-def a_hundred_thousand_leaves_in_the_depth(forged: Forged) -> None:
-    leaves_of(forged, 100_000)
-    forged.manifest["tree"] = chain(490, 100_000)
+def thirty_thousand_leaves_in_the_depth(forged: Forged) -> None:
+    leaves_of(forged, 30_000)
+    forged.manifest["tree"] = chain(490, 30_000)
     forged.write()
 
 
@@ -323,14 +323,14 @@ changed(
 )
 changed("the hash of a zarr.json for data", lambda f: f.index["files"][0].update(hash="0" * 32))
 changed(
-    "a hundred thousand index files that do not exist",
+    "thirty thousand index files that do not exist",
     lambda f: f.manifest.update(
-        indexes=[{"name": f"i{number}", "nbytes": 9, "hash": "0" * 32} for number in range(100_000)]
+        indexes=[{"name": f"i{number}", "nbytes": 9, "hash": "0" * 32} for number in range(30_000)]
     ),
 )
 changed(
-    "a hundred thousand files that do not exist",
-    lambda f: f.index["files"].extend({"name": f"f{number}", "nbytes": 9} for number in range(100_000)),
+    "thirty thousand files that do not exist",
+    lambda f: f.index["files"].extend({"name": f"f{number}", "nbytes": 9} for number in range(30_000)),
 )
 
 
@@ -377,25 +377,25 @@ def pieces_that_no_straight_cut_takes_apart(forged: Forged) -> None:
 
 
 @case
-def fifty_thousand_pieces_of_one_byte(forged: Forged) -> None:
-    tiled(forged, [50_000], [([at], [1]) for at in range(50_000)])
+def thirty_thousand_pieces_of_one_byte(forged: Forged) -> None:
+    tiled(forged, [30_000], [([at], [1]) for at in range(30_000)])
 
 
 @case
-def fifty_thousand_pieces_in_the_same_place(forged: Forged) -> None:
-    tiled(forged, [50_000], [([0], [1]) for _ in range(50_000)])
+def thirty_thousand_pieces_in_the_same_place(forged: Forged) -> None:
+    tiled(forged, [30_000], [([0], [1]) for _ in range(30_000)])
 
 
 @case
 def pieces_without_bytes(forged: Forged) -> None:
     leaf = forged.manifest["leaves"].index(forged.leaf("large"))
-    forged.index["pieces"] += [[leaf, [0, 0], [0, 2**62], 0, 0, []]] * 50_000
+    forged.index["pieces"] += [[leaf, [0, 0], [0, 2**62], 0, 0, []]] * 30_000
     forged.write()
 
 
 @case
-def a_hundred_thousand_leaves_on_one_small_file(forged: Forged) -> None:
-    count = 100_000
+def thirty_thousand_leaves_on_one_small_file(forged: Forged) -> None:
+    count = 30_000
     forged.manifest["leaves"] = [{"name": "a", "kind": "numpy", "dtype": "uint8", "shape": [100_000]}] * count
     forged.manifest["tree"] = [{"type": "list", "children": list(range(count))}]
     (forged.data / "tiles").write_bytes(bytes(100_000))
@@ -407,8 +407,8 @@ def a_hundred_thousand_leaves_on_one_small_file(forged: Forged) -> None:
 
 
 @case
-def a_hundred_thousand_leaves_on_a_file_that_claims_to_be_large(forged: Forged) -> None:
-    a_hundred_thousand_leaves_on_one_small_file(forged)
+def thirty_thousand_leaves_on_a_file_that_claims_to_be_large(forged: Forged) -> None:
+    thirty_thousand_leaves_on_one_small_file(forged)
     forged.index["files"].append({"name": "none", "nbytes": 2**60})
     forged.index["files"][0]["nbytes"] = 2**60
     forged.write()
@@ -678,7 +678,7 @@ def test_what_is_forged_is_a_typed_error_or_harmless(tmp_path: Path, template: P
     [
         ("follows links", "a link to /etc/passwd in place of a chunk", "open"),
         ("unpickles", "a pickle in place of the index", "pickle.find_class"),
-        ("believes records", "a hundred thousand leaves on one small file", "MiB"),
+        ("believes records", "thirty thousand leaves on one small file", "MiB"),
         ("does not look at trees", "tree: a child that comes later", "IndexError"),
     ],
 )

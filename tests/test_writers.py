@@ -5,7 +5,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
-from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ LOST = "somebody else changed manifest.json while this save ran; what they left 
 
 
 @contextmanager
-def writers(number: int, *, mutant: bool = False) -> Generator[list[Connection]]:
+def writers(number: int, *, mutant: bool = False) -> Generator[list[Any]]:
     gate = forked.Barrier(number)
     pipes = [forked.Pipe() for _ in range(number)]
     processes = [forked.start(writers_child.write, theirs, gate, mutant) for _, theirs in pipes]
@@ -35,7 +34,7 @@ def writers(number: int, *, mutant: bool = False) -> Generator[list[Connection]]
             process.join()
 
 
-def one_round(channels: list[Connection], path: str, number: int, *, overwrite: bool) -> str:
+def one_round(channels: list[Any], path: str, number: int, *, overwrite: bool) -> str:
     """All save at once. Returns what the losers were told, all the same."""
     generations = [number * len(channels) + i + 1 for i in range(len(channels))]
     for channel, generation in zip(channels, generations, strict=True):
