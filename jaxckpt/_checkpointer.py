@@ -194,9 +194,11 @@ class Checkpointer:
         self._since_full = 0
         self._in_flight: list[PendingStep] = []
         self._deleting: Running[None] | None = None
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._damaged: set[int] = set()
         self._in_use: Counter[int] = Counter()
+        self._uses = 0
+        self._being_deleted: int | None = None
         self._metrics: dict[int, dict[str, float]] = {}
         self._signalled = False
         self._closed = False
@@ -248,15 +250,19 @@ class Checkpointer:
             return None
         self._collect(all_but=self._max_in_flight - 1)
         waited_seconds = time.monotonic() - began
-        pending = _api.start_save(
-            self._path(step),
-            tree,
-            overwrite=overwrite or step in self._damaged,
-            base=self._base(),
-            metadata={**(metadata or {}), "step": step, "metrics": numbers},
-            local_data=local_data,
-            options=self._options,
-        )
+        with contextlib.ExitStack() as claim:
+            claim.enter_context(self._using(step))  # an old step of this number is not deleted meanwhile
+            pending = _api.start_save(
+                self._path(step),
+                tree,
+                overwrite=overwrite or step in self._damaged,
+                base=self._base(),
+                metadata={**(metadata or {}), "step": step, "metrics": numbers},
+                local_data=local_data,
+                options=self._options,
+            )
+            release = claim.pop_all().close
+        pending.add_done_callback(lambda _: release())
         self._damaged.discard(step)
         self._begun = began
         handle = PendingStep(step, pending, began, waited_seconds)
@@ -415,14 +421,17 @@ class Checkpointer:
 
     @contextlib.contextmanager
     def _using(self, step: int) -> Generator[None]:
-        """Keep a step from being deleted for the length of the block."""
+        """Keep a step from being deleted for the length of the block; a deletion that has begun ends first."""
         with self._lock:
+            self._lock.wait_for(lambda: self._being_deleted != step)
             self._in_use[step] += 1
+            self._uses += 1
         try:
             yield
         finally:
             with self._lock:
                 self._in_use[step] -= 1
+                self._uses += 1
 
     def _committed(self, metrics: dict[str, float], stats: StepStats) -> None:
         self._metrics[stats.step] = metrics
@@ -452,20 +461,29 @@ class Checkpointer:
     def _delete_superfluous(self) -> None:
         deleted: set[int] = set()
         # Decided anew each time: a step may have been overwritten meanwhile, with better metrics.
-        while (step := self._superfluous(deleted)) is not None:
+        while (step := self._claim_superfluous(deleted)) is not None:
             deleted.add(step)
-            with contextlib.suppress(CheckpointNotFoundError):
-                _api.delete(self._path(step))
+            try:
+                with contextlib.suppress(CheckpointNotFoundError):
+                    _api.delete(self._path(step))
+            finally:
+                with self._lock:
+                    self._being_deleted = None
+                    self._lock.notify_all()
 
-    def _superfluous(self, deleted: set[int]) -> int | None:
-        """A step that may be deleted, other than those given."""
-        steps = self.steps()
-        metrics = self._metrics_of(steps) if self._retention.keep_best else {step: {} for step in steps}
-        kept = self._retention.kept(steps, metrics)
-        kept |= set(steps) - metrics.keys()  # one whose metrics cannot be read may be the best
-        with self._lock:
-            unused = (step for step in steps if not self._in_use[step])
-            return next((step for step in unused if step not in kept and step not in deleted), None)
+    def _claim_superfluous(self, deleted: set[int]) -> int | None:
+        """A step to delete, other than those given; whoever wants to use it waits from now on."""
+        while True:
+            uses = self._uses
+            steps = self.steps()
+            metrics = self._metrics_of(steps) if self._retention.keep_best else {step: {} for step in steps}
+            kept = self._retention.kept(steps, metrics)
+            kept |= set(steps) - metrics.keys()  # one whose metrics cannot be read may be the best
+            superfluous = [step for step in steps if step not in kept and step not in deleted]
+            with self._lock:
+                if uses == self._uses:
+                    self._being_deleted = next((step for step in superfluous if not self._in_use[step]), None)
+                    return self._being_deleted
 
     def _metrics_of(self, steps: Iterable[int]) -> dict[int, dict[str, float]]:
         for step in steps:
