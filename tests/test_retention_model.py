@@ -55,20 +55,30 @@ class Run(RuleBasedStateMachine):
 
     @rule(wanted=wishes)
     def save(self, wanted: list[tuple[int, Metrics]]) -> None:
-        """Save some, without waiting in between; those that are there are overwritten."""
+        """Save some, without waiting in between; those that are there are overwritten, with the same metrics."""
         self.save_all(wanted)
         self.ckpt.wait()
         self.retain()
 
     def save_all(self, wanted: list[tuple[int, Metrics]]) -> None:
         for step, values in wanted:
-            self.ckpt.save(step, tree(step), metrics=values, overwrite=True)
-            self.known[step] = values
+            self.known.setdefault(step, values)
+            self.ckpt.save(step, tree(step), metrics=self.known[step], overwrite=True)
 
     def retain(self) -> None:
         """What a deletion that has gone well leaves."""
         if self.known:
             self.known = {step: self.known[step] for step in self.kept(self.known)}
+
+    @precondition(lambda self: self.known)
+    @rule(which=st.integers(0, 99), values=metrics)
+    def change_metrics(self, which: int, values: Metrics) -> None:
+        """Overwrite a step, by itself: what others are deleted for depends on when its metrics change."""
+        step = sorted(self.known)[which % len(self.known)]
+        self.ckpt.save(step, tree(step), metrics=values, overwrite=True)
+        self.ckpt.wait()
+        self.known[step] = values
+        self.retain()
 
     @rule()
     def reopen(self) -> None:
