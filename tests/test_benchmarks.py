@@ -105,3 +105,14 @@ def test_many_processes_measures_the_talk_and_the_growth_of_the_records(run_benc
     assert done.returncode == 0, done.stderr
     measured = {(row["figure"], row["processes"]) for row in report["results"]}
     assert {("durable_seconds", 4), ("manifest_bytes", 1), ("commit_seconds", 4), ("restore_seconds", 4)} <= measured
+
+
+def test_lost_step_time_compares_the_loops_and_the_adapters(run_benchmark: Run) -> None:
+    done, report = run_benchmark("lost_step_time.py")
+    rows = [row for row in report["results"] if "what" in row]
+    measured = {(record["variant"], record["figure"]) for record in report["results"] if "variant" in record}
+    for variant in ("no save", "jaxckpt", "orbax", "jax"):
+        assert (variant, "lost_seconds") in measured or f"{variant}: skipped" in done.stderr
+    assert {"loop", "adapters"} == {row["area"] for row in rows}
+    assert sum(row["most"] is not None for row in rows) == 3
+    assert done.returncode == (0 if all(row["passed"] for row in rows) else 1), done.stderr
