@@ -207,3 +207,66 @@ Run.TestCase.settings = hypothesis.settings(
 
 class TestRetention(Run.TestCase):
     """Over 200 operations: the newest, what is kept and what is in use stay; everything else goes."""
+
+
+# --- found by it, or next to it, one by one
+
+
+def test_the_newest_is_looked_for_again_when_retention_deletes_what_was_listed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    other = Checkpointer(tmp_path, keep_last=1)
+    ckpt = Checkpointer(tmp_path)
+    restore = jaxckpt._api.restore
+    ckpt.save(1, tree(1))
+    ckpt.wait()
+
+    def overtaken(*args: Any, **kwargs: Any) -> Any:
+        monkeypatch.undo()
+        other.save(2, tree(2))
+        other.wait()
+        return restore(*args, **kwargs)
+
+    monkeypatch.setattr(jaxckpt._api, "restore", overtaken)
+    assert ckpt.restore()["step"] == 2
+    assert ckpt.steps() == [2]
+
+
+def test_a_step_whose_metrics_cannot_be_read_is_not_deleted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Checkpointer(tmp_path) as ckpt:
+        for step in range(3):
+            ckpt.save(step, tree(step), metrics={"loss": step})
+
+    def fails(self: Checkpointer, step: int) -> Any:
+        raise StorageError(5, "Input/output error", str(step))
+
+    with monkeypatch.context() as broken, Checkpointer(tmp_path, keep_best=KeepBest("loss")) as ckpt:
+        broken.setattr(Checkpointer, "info", fails)
+        ckpt.save(3, tree(3), metrics={"loss": 3})
+        ckpt.wait()
+        assert ckpt.steps() == [0, 1, 2, 3]
+    with Checkpointer(tmp_path, keep_best=KeepBest("loss")) as ckpt:
+        ckpt.save(4, tree(4), metrics={"loss": 4})
+    assert Checkpointer(tmp_path).steps() == [0, 4]
+
+
+def test_an_old_step_that_is_being_deleted_is_no_obstacle_to_one_of_its_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go, delete = threading.Event(), threading.Event(), jaxckpt._api.delete
+
+    def slow(path: str) -> None:
+        begun.set()
+        assert go.wait(60)
+        delete(path)
+
+    monkeypatch.setattr(jaxckpt._api, "delete", slow)
+    with Checkpointer(tmp_path, keep_last=1) as ckpt:
+        ckpt.save(1, tree(1))
+        ckpt.save(2, tree(2))
+        assert begun.wait(60)
+        threading.Timer(0.2, go.set).start()
+        pending = ckpt.save(1, tree(1))  # waits: this number is free when the deletion has ended
+        assert pending is not None
+        pending.result()
+    assert Checkpointer(tmp_path).steps() == [2]
