@@ -186,14 +186,17 @@ class Run(RuleBasedStateMachine):
             assert self.ckpt.best_step() == next(iter(self.best(self.known)), None)
 
     def teardown(self) -> None:
-        self.ckpt.close()
-        if self.root.exists():
-            assert jaxckpt.gc(self.root, grace_seconds=0).kept == ()
-            assert sorted(os.listdir(self.root)) == sorted(map(str, self.known))
+        with self.directory:
+            self.ckpt.close()
+            if self.root.exists():
+                self.nothing_else_is_left()
+
+    def nothing_else_is_left(self) -> None:
+        assert jaxckpt.gc(self.root, grace_seconds=0).kept == ()
+        assert sorted(os.listdir(self.root)) == sorted(map(str, self.known))
         for step in self.known:
             assert jaxckpt.verify(self.root / str(step)).ok
-            assert len(os.listdir(self.root / str(step))) == 2
-        self.directory.cleanup()
+            assert len(os.listdir(self.root / str(step))) == 2, "expected a manifest and its data alone"
 
 
 # Kills hit other instants when they are repeated, so a failure cannot be made smaller.
