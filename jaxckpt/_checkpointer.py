@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import operator
 import re
 import signal
 import threading
@@ -547,7 +548,10 @@ class AsyncCheckpointer:
 
 
 def _checked_step(step: Any) -> int:
-    number = int(step) if hasattr(step, "__index__") else None
-    if number is None or isinstance(step, bool) or number < 0:
+    try:
+        number = -1 if isinstance(step, bool) else operator.index(step)
+    except TypeError:
+        number = -1
+    if number < 0:
         raise ValueError(f"step is {step!r}; expected a whole number of at least 0")
     return number

@@ -152,6 +152,8 @@ class _Verification:
 
 def _with_sharers(root: Location, data: Location, faults: Sequence[Fault]) -> list[Fault]:
     """The faults, each with the checkpoints beside this one that share the bad file by a hard link."""
+    if not root.is_directory(data.name):
+        return list(faults)
     files = {str(data.child(name)): stat.identity for name, stat in data.files().items() if stat.links > 1}
     bad = {files[fault.file] for fault in faults if fault.file in files}
     sharers: dict[tuple[int, int], list[str]] = defaultdict(list)

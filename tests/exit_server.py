@@ -6,6 +6,7 @@ own shutdown, with its exit code. Run as a program: it takes folders on stdin, e
 """
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -70,6 +71,7 @@ def _fork() -> str:
             print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)
             continue
         os.chdir(folder)
+        signal.signal(signal.SIGINT, signal.default_int_handler)  # which a shell may have had ignored
         for fd, name in ((1, "stdout"), (2, "stderr")):
             os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), fd)
         return Path("script.py").read_text()
