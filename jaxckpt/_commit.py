@@ -112,7 +112,10 @@ class Attempt:
                 "a checkpoint is there already; overwrite=True (--overwrite) replaces it",
                 str(self._root),
             )
-        return self._root.read(MANIFEST)
+        try:
+            return self._root.read(MANIFEST)
+        except CheckpointNotFoundError:
+            return None  # deleted since it was listed
 
     def directories(self) -> list[str]:
         """Those that must be synced for the data directory to be found, itself among them."""

@@ -146,3 +146,21 @@ def test_writer_delete_reader_verify_and_gc_at_once_see_whole_trees_or_none(tmp_
     assert set(collected) <= {"removed", "clean", "not found"}
     assert min(written["saved"], deleted["deleted"], read["read"], verified["verified"]) >= 20
     assert_clean(path)
+
+
+def test_a_checkpoint_that_is_deleted_while_an_overwrite_begins_is_no_obstacle(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jaxckpt.save(tmp_path / "a", {"w": 1})
+    listed = Location.names
+
+    def names(self: Location) -> list[str] | None:
+        found = listed(self)
+        if found and "manifest.json" in found:
+            monkeypatch.setattr(Location, "names", listed)
+            jaxckpt.delete(tmp_path / "a")
+        return found
+
+    monkeypatch.setattr(Location, "names", names)
+    jaxckpt.save(tmp_path / "a", {"w": 2}, overwrite=True)
+    assert jaxckpt.restore(tmp_path / "a") == {"w": 2}
