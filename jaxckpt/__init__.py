@@ -3,6 +3,7 @@
 from jaxckpt._api import (
     async_deserialize,
     async_serialize,
+    copy,
     delete,
     describe,
     gc,
@@ -23,12 +24,14 @@ from jaxckpt._errors import (
     PeerError,
     SaveTimeoutError,
     StorageError,
+    UnsettledCommitError,
     UnsupportedLeafError,
 )
 from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
 from jaxckpt._manifest import Leaf
 from jaxckpt._options import RestoreOptions, SaveOptions
+from jaxckpt._put import put_sharded
 from jaxckpt._reader import Fault
 from jaxckpt._retention import KeepBest, young_daly_seconds
 from jaxckpt._sync import PendingSave
@@ -55,13 +58,16 @@ __all__ = [
     "SaveTimeoutError",
     "StepStats",
     "StorageError",
+    "UnsettledCommitError",
     "UnsupportedLeafError",
     "VerifyReport",
     "async_deserialize",
     "async_serialize",
+    "copy",
     "delete",
     "describe",
     "gc",
+    "put_sharded",
     "restore",
     "restore_async",
     "save",

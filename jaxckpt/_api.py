@@ -7,7 +7,7 @@ from typing import Any, NamedTuple, TypeVar
 
 import jax
 
-from jaxckpt import _arrays, _commit, _gc, _restore, _save, _verify
+from jaxckpt import _arrays, _commit, _copy, _gc, _restore, _save, _verify
 from jaxckpt._errors import LeafMismatchError
 from jaxckpt._gc import GcReport
 from jaxckpt._info import CheckpointInfo
@@ -21,6 +21,7 @@ from jaxckpt._tree import Flat, display, flatten
 from jaxckpt._verify import VerifyReport
 
 Report = Callable[[int, int], None]
+StorageOptions = Mapping[str, Any]
 Options = TypeVar("Options", SaveOptions, RestoreOptions)
 
 
@@ -33,6 +34,7 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     local_data: Any = None,
     options: SaveOptions | None = None,
+    storage_options: StorageOptions | None = None,
     on_progress: Report | None = None,
 ) -> CheckpointInfo:
     """Save a pytree as a checkpoint; it is durable when this returns.
@@ -49,7 +51,8 @@ def save(
     array of all processes (numpy arrays, local jax.Arrays), that of process 0 is saved.
 
     Args:
-        path: A directory that does not exist, is empty, or holds a checkpoint.
+        path: A directory, or the prefix of an `s3://`, `gs://` or `memory://` URL, that does
+            not exist, is empty, or holds a checkpoint.
         tree: A pytree of jax.Array, numpy arrays and scalars, typed PRNG keys, and
             Python int, float, complex, bool, str; None is part of the structure.
         overwrite: Replace the checkpoint that is at `path`.
@@ -61,6 +64,10 @@ def save(
         local_data: The same, but of each process, such as the state of its data loader:
             `describe(path).local_data[jax.process_index()]`.
         options: See `SaveOptions`.
+        storage_options: How to reach an object store: for S3 `key`, `secret`, `token`,
+            `profile`, `anon`, `endpoint_url`, `region`, for Google `anon`, `endpoint_url`,
+            for both `retry_seconds`, `single_writer`. What is missing comes from the
+            environment variables of the AWS and Google tools.
         on_progress: Called as `on_progress(done_bytes, total_bytes)` from another thread.
 
     Returns:
@@ -69,7 +76,9 @@ def save(
     Raises:
         CheckpointExistsError: There is a checkpoint already, or other files.
         UnsupportedLeafError: A leaf or a dict key cannot be saved; nothing was written.
-        StorageError: The storage failed; the old checkpoint, if any, is as it was.
+        StorageError: The storage failed; the old checkpoint, if any, is as it was. Or it is
+            an object store that ignores the conditions of a put, and cannot hold checkpoints.
+        UnsettledCommitError: An object store does not tell whether the commit happened.
         SaveTimeoutError: It took longer than `options.timeout_seconds`, or a process did
             not arrive; names it.
         PeerError: Another process failed; names it and its reason.
@@ -81,7 +90,9 @@ def save(
         Array(16., dtype=float32)
     """
     return _start(
-        path, _Wish(tree, overwrite, base, metadata, local_data, options, on_progress), copy_numpy=False
+        path,
+        _Wish(tree, overwrite, base, metadata, local_data, options, storage_options, on_progress),
+        copy_numpy=False,
     ).wait()
 
 
@@ -94,6 +105,7 @@ async def save_async(
     metadata: Mapping[str, Any] | None = None,
     local_data: Any = None,
     options: SaveOptions | None = None,
+    storage_options: StorageOptions | None = None,
     on_progress: Report | None = None,
 ) -> CheckpointInfo:
     """`save`, awaitable. The caller's event loop is never blocked.
@@ -101,7 +113,9 @@ async def save_async(
     Cancelling the awaiting task stops the save, which then leaves no checkpoint and no
     task. Arguments, guarantees and errors are those of `save`.
     """
-    return await _start(path, _Wish(tree, overwrite, base, metadata, local_data, options, on_progress)).wait_async()
+    return await _start(
+        path, _Wish(tree, overwrite, base, metadata, local_data, options, storage_options, on_progress)
+    ).wait_async()
 
 
 def start_save(
@@ -113,6 +127,7 @@ def start_save(
     metadata: Mapping[str, Any] | None = None,
     local_data: Any = None,
     options: SaveOptions | None = None,
+    storage_options: StorageOptions | None = None,
     on_progress: Report | None = None,
 ) -> PendingSave:
     """Begin to save a pytree; returns as soon as the tree is captured.
@@ -130,7 +145,7 @@ def start_save(
         nobody has collected.
     """
     captured = threading.Event()
-    wish = _Wish(tree, overwrite, base, metadata, local_data, options, on_progress)
+    wish = _Wish(tree, overwrite, base, metadata, local_data, options, storage_options, on_progress)
     running = _start(path, wish, captured=captured.set)
     running.future.add_done_callback(lambda _: captured.set())
     try:
@@ -144,7 +159,12 @@ def start_save(
 
 
 def restore(
-    path: PathLike, like: Any = None, *, options: RestoreOptions | None = None, on_progress: Report | None = None
+    path: PathLike,
+    like: Any = None,
+    *,
+    options: RestoreOptions | None = None,
+    storage_options: StorageOptions | None = None,
+    on_progress: Report | None = None,
 ) -> Any:
     """Restore the pytree that was saved at `path`.
 
@@ -172,27 +192,34 @@ def restore(
         LeafMismatchError: `like` has another dtype, shape or leaf than was saved.
         StorageError: The storage failed.
     """
-    return _start_restore(path, like, options, on_progress).wait()
+    return _start_restore(path, like, options, storage_options, on_progress).wait()
 
 
 async def restore_async(
-    path: PathLike, like: Any = None, *, options: RestoreOptions | None = None, on_progress: Report | None = None
+    path: PathLike,
+    like: Any = None,
+    *,
+    options: RestoreOptions | None = None,
+    storage_options: StorageOptions | None = None,
+    on_progress: Report | None = None,
 ) -> Any:
     """`restore`, awaitable. The caller's event loop is never blocked."""
-    return await _start_restore(path, like, options, on_progress).wait_async()
+    return await _start_restore(path, like, options, storage_options, on_progress).wait_async()
 
 
-def describe(path: PathLike) -> CheckpointInfo:
+def describe(path: PathLike, *, storage_options: StorageOptions | None = None) -> CheckpointInfo:
     """What is in the checkpoint at `path`, from its manifest alone.
 
     Raises:
         CheckpointNotFoundError: There is no checkpoint at `path`.
         CorruptCheckpointError: The manifest was altered.
     """
-    return _restore.describe(parse(path))
+    return _restore.describe(parse(path, storage_options))
 
 
-def verify(path: PathLike, *, on_progress: Report | None = None) -> VerifyReport:
+def verify(
+    path: PathLike, *, storage_options: StorageOptions | None = None, on_progress: Report | None = None
+) -> VerifyReport:
     """Read all that is stored of the checkpoint at `path` and compare it with its hashes, on all cores.
 
     Nothing is put on a device and no result is kept, so a checkpoint of any size can be
@@ -216,10 +243,48 @@ def verify(path: PathLike, *, on_progress: Report | None = None) -> VerifyReport
         >>> jaxckpt.verify("checkpoints/v").ok
         True
     """
-    return Running(partial(_verify.verify, parse(path), on_progress), None, "verification").wait()
+    root = parse(path, storage_options)
+    return Running(partial(_verify.verify, root, on_progress), None, "verification").wait()
 
 
-def delete(path: PathLike) -> None:
+def copy(
+    source: PathLike,
+    dest: PathLike,
+    *,
+    overwrite: bool = False,
+    storage_options: StorageOptions | None = None,
+    dest_storage_options: StorageOptions | None = None,
+    on_progress: Report | None = None,
+) -> CheckpointInfo:
+    """Copy a checkpoint to another path, on the same storage or any other.
+
+    Every file is compared with its hashes before the copy exists, which it does, all or
+    nothing, when its `manifest.json` is put last. A copy that was broken off goes on
+    where it was when it is made again: what is there already is checked, not copied.
+    Between two paths of one object store the service copies by itself, and the result is
+    read and checked. A destination that has the same checkpoint already is left alone.
+
+    Args:
+        source: Where the checkpoint is. One that is overwritten meanwhile is begun again.
+        dest: A directory or prefix that does not exist, is empty, or holds a checkpoint.
+        overwrite: Replace the checkpoint that is at `dest`.
+        storage_options, dest_storage_options: Of the two, as for `save`.
+        on_progress: Called as `on_progress(done_bytes, total_bytes)` from another thread.
+
+    Returns:
+        What is at `dest` now.
+
+    Raises:
+        CheckpointNotFoundError: There is no checkpoint at `source`.
+        CheckpointExistsError: There is another one at `dest`, or other files.
+        CorruptCheckpointError: A file of the source is damaged; names it.
+        StorageError: One of the storages failed.
+    """
+    places = parse(source, storage_options), parse(dest, dest_storage_options)
+    return Running(partial(_copy.copy, *places, overwrite=overwrite, on_progress=on_progress), None, "copy").wait()
+
+
+def delete(path: PathLike, *, storage_options: StorageOptions | None = None) -> None:
     """Remove the checkpoint at `path`.
 
     Its manifest goes first, durably, so a crash at any instant leaves the checkpoint
@@ -231,10 +296,16 @@ def delete(path: PathLike) -> None:
         CheckpointNotFoundError: There is no checkpoint at `path`.
         StorageError: The storage failed.
     """
-    _commit.delete(parse(path))
+    _commit.delete(parse(path, storage_options))
 
 
-def gc(root: PathLike, *, grace_seconds: float = 3600.0, dry_run: bool = False) -> GcReport:
+def gc(
+    root: PathLike,
+    *,
+    grace_seconds: float = 3600.0,
+    dry_run: bool = False,
+    storage_options: StorageOptions | None = None,
+) -> GcReport:
     """Remove what killed saves have left in the checkpoints at and below `root`.
 
     Removed are data directories that no manifest names, and temporary files of a commit.
@@ -257,11 +328,16 @@ def gc(root: PathLike, *, grace_seconds: float = 3600.0, dry_run: bool = False) 
     """
     if not (isinstance(grace_seconds, int | float) and grace_seconds >= 0):
         raise ValueError(f"grace_seconds is {grace_seconds!r}; expected 0 or more seconds")
-    return _gc.gc(parse(root), grace_seconds, dry_run=dry_run)
+    return _gc.gc(parse(root, storage_options), grace_seconds, dry_run=dry_run)
 
 
 async def async_serialize(
-    arrays: Any, paths: Any, *, overwrite: bool = False, options: SaveOptions | None = None
+    arrays: Any,
+    paths: Any,
+    *,
+    overwrite: bool = False,
+    options: SaveOptions | None = None,
+    storage_options: StorageOptions | None = None,
 ) -> None:
     """Write each array to its path as one plain Zarr v3 array; all are durable when this returns.
 
@@ -289,7 +365,7 @@ async def async_serialize(
     number = next_number()
     raise_lost_failure()
     flat = flatten(arrays)
-    targets = _locations(paths, flat)
+    targets = _locations(paths, flat, storage_options)
     chosen = _checked(options, SaveOptions)
     request = _save.Request(chosen, overwrite, Conversation(number, chosen.process_timeout_seconds))
     labels = [display(path) for path in flat.paths]
@@ -297,7 +373,13 @@ async def async_serialize(
     await Running(work, chosen.timeout_seconds, "save").wait_async()
 
 
-async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | None = None) -> Any:
+async def async_deserialize(
+    paths: Any,
+    like: Any,
+    *,
+    options: RestoreOptions | None = None,
+    storage_options: StorageOptions | None = None,
+) -> Any:
     """Read arrays that `async_serialize` wrote, onto any sharding.
 
     Args:
@@ -315,7 +397,7 @@ async def async_deserialize(paths: Any, like: Any, *, options: RestoreOptions | 
         ValueError: `paths` and `like` do not match.
     """
     flat = flatten(like)
-    places = _locations(paths, flat)
+    places = _locations(paths, flat, storage_options)
     chosen = _checked(options, RestoreOptions)
     request = _restore.Request(chosen, Placement.of_this_thread())
     labels = [str(place) for place in places]
@@ -333,6 +415,7 @@ class _Wish(NamedTuple):
     metadata: Mapping[str, Any] | None
     local_data: Any
     options: SaveOptions | None
+    storage_options: StorageOptions | None
     on_progress: Report | None
 
 
@@ -349,11 +432,12 @@ def _start(
         on_progress=wish.on_progress,
         metadata=to_json(dict(wish.metadata or {}), "metadata"),
         local_data=to_json(wish.local_data, "local_data"),
-        base=parse(wish.base) if wish.base is not None else None,
+        base=parse(wish.base, wish.storage_options) if wish.base is not None else None,
         copy_numpy=copy_numpy,
         captured=captured,
     )
-    return Running(partial(_save.save, parse(path), wish.tree, request), options.timeout_seconds, "save")
+    root = parse(path, wish.storage_options)
+    return Running(partial(_save.save, root, wish.tree, request), options.timeout_seconds, "save")
 
 
 def agreed(value: bool) -> bool:
@@ -363,14 +447,19 @@ def agreed(value: bool) -> bool:
 
 
 def _start_restore(
-    path: PathLike, like: Any, options: RestoreOptions | None, on_progress: Report | None
+    path: PathLike,
+    like: Any,
+    options: RestoreOptions | None,
+    storage_options: StorageOptions | None,
+    on_progress: Report | None,
 ) -> Running[Any]:
     chosen = _checked(options, RestoreOptions)
     request = _restore.Request(chosen, Placement.of_this_thread(), on_progress)
-    return Running(partial(_restore.restore, parse(path), like, request), chosen.timeout_seconds, "restore")
+    root = parse(path, storage_options)
+    return Running(partial(_restore.restore, root, like, request), chosen.timeout_seconds, "restore")
 
 
-def _locations(paths: Any, flat: Flat) -> list[Location]:
+def _locations(paths: Any, flat: Flat, storage_options: StorageOptions | None) -> list[Location]:
     found = flatten(paths)
     in_order = isinstance(paths, list | tuple) and all(len(path) == 1 for path in found.paths)
     if len(found.leaves) != len(flat.leaves):
@@ -383,7 +472,7 @@ def _locations(paths: Any, flat: Flat) -> list[Location]:
             f"the trees differ: there is an array at {display(differs[0])} but a path at {display(differs[1])}; "
             "expected the same structure, or a list of paths"
         )
-    return [parse(path) for path in found.leaves]
+    return [parse(path, storage_options) for path in found.leaves]
 
 
 def _checked(options: Options | None, kind: type[Options]) -> Options:

@@ -12,14 +12,12 @@ import jax
 import msgspec
 from msgspec.structs import replace
 
-from jaxckpt import _reader, _restore, _save, _store, _tree
+from jaxckpt import _commit, _reader, _restore, _save, _store, _tree
 from jaxckpt._errors import (
-    CheckpointError,
     CheckpointExistsError,
     CheckpointNotFoundError,
     CorruptCheckpointError,
     LeafMismatchError,
-    StorageError,
     UnsupportedLeafError,
 )
 from jaxckpt._location import Location
@@ -201,16 +199,7 @@ def _write_array_indexes(
 def _check_seen(targets: Sequence[Location], written: Sequence[Sequence[_Written]]) -> None:
     for process, files in enumerate(written, start=1):
         for file in files:
-            target = targets[file.number]
-            try:
-                target.check_size(file.file, file.nbytes)
-            except CheckpointError as error:
-                raise StorageError(
-                    errno.ENOENT,
-                    f"process {process} has written {file.file} there, which process 0 does not see; "
-                    "all processes must use one path on storage that they share, not on a disk of their own",
-                    str(target),
-                ) from error
+            _commit.check_seen(targets[file.number], process, file.file, file.nbytes)
 
 
 def _commit_arrays(targets: Sequence[Location], sources: Sequence[Source], attempt: str) -> None:

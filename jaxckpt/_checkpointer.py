@@ -5,7 +5,6 @@ import contextlib
 import errno
 import logging
 import operator
-import re
 import signal
 import threading
 import time
@@ -15,20 +14,22 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 from jax.experimental import multihost_utils
 
 from jaxckpt import _api
-from jaxckpt._errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
+from jaxckpt._errors import CheckpointError, CheckpointExistsError, CheckpointNotFoundError, CorruptCheckpointError
 from jaxckpt._info import CheckpointInfo
-from jaxckpt._location import PathLike, parse
+from jaxckpt._location import PathLike
 from jaxckpt._options import RestoreOptions, SaveOptions
 from jaxckpt._retention import Cadence, Cost, KeepBest, Retention, young_daly_seconds
 from jaxckpt._sync import PendingSave, Running
+from jaxckpt._tiers import Place, Uploads
 
-_STEP = re.compile(r"0|[1-9]\d*")
+T = TypeVar("T")
+
 _log = logging.getLogger("jaxckpt")
 
 
@@ -131,7 +132,14 @@ class Checkpointer:
     end of the with block.
 
     Args:
-        root: A directory for this run alone.
+        root: A directory or URL for this run alone.
+        staging: A directory, on a local disk for example, to which steps are saved. Each is
+            durable there, then copied to `root` in the background, and removed once a newer
+            one is. `restore` takes the nearest sound copy. What a process that died has not
+            copied, the next one does. All processes of a program must see the directory.
+        max_staged: How many steps may wait in `staging` to be copied; with more a save waits,
+            as its stats tell. A failed copy is raised at the next save and by `wait`, and
+            tried again then.
         keep_last, keep_every, keep_best: Which steps to keep; see `Retention`. A step is
             kept if any rule keeps it; the newest always is; with no rule all are. Deleting
             happens in the background and never delays a save.
@@ -144,6 +152,7 @@ class Checkpointer:
             made whatever the cadence says, and `reached_preemption` is true.
         on_saved: Called with the `StepStats` of each committed step, from another thread.
         options: See `SaveOptions`.
+        storage_options: As for `save`.
 
     Attributes:
         restored: What the last `restore` took: `restored.metadata["step"]`, `restored.local_data`.
@@ -168,6 +177,8 @@ class Checkpointer:
         self,
         root: PathLike,
         *,
+        staging: PathLike | None = None,
+        max_staged: int = 2,
         keep_last: int | None = None,
         keep_every: int | None = None,
         keep_best: KeepBest | None = None,
@@ -179,11 +190,12 @@ class Checkpointer:
         save_on_signal: Iterable[int] = (),
         on_saved: Callable[[StepStats], None] | None = None,
         options: SaveOptions | None = None,
+        storage_options: Mapping[str, Any] | None = None,
     ) -> None:
-        for name, value in (("max_in_flight", max_in_flight), ("full_every", full_every)):
+        counts = (("max_in_flight", max_in_flight), ("full_every", full_every), ("max_staged", max_staged))
+        for name, value in counts:
             if not isinstance(value, int) or value < 1:
                 raise ValueError(f"{name} is {value!r}; expected a whole number of at least 1")
-        self._root = parse(root)
         self._retention = Retention(keep_last, keep_every, keep_best)
         self._cadence = Cadence(every_steps, every_seconds, max_overhead)
         self._max_in_flight = max_in_flight
@@ -205,6 +217,10 @@ class Checkpointer:
         self._closed = False
         self.restored: CheckpointInfo | None = None
         # Of several processes JAX notes the signal, by a handler of its own; see reached_preemption.
+        self._root = Place(root, storage_options)
+        self._places = [self._root] if staging is None else [Place(staging), self._root]
+        uploads = staging is not None and jax.process_index() == 0
+        self._uploads = Uploads(*self._places, most=max_staged, using=self._using) if uploads else None
         signals = () if jax.distributed.is_initialized() else save_on_signal
         self._handlers = {number: signal.signal(number, self._note_signal) for number in signals}
 
@@ -250,17 +266,23 @@ class Checkpointer:
         if not (force or self._signalled or self._is_due(step, began)):
             return None
         self._collect(all_but=self._max_in_flight - 1)
+        if self._uploads:
+            self._uploads.wait_for_room()
         waited_seconds = time.monotonic() - began
+        place, overwrite = self._places[0], overwrite or step in self._damaged
+        if place is not self._root and not overwrite and self._root.has(step):
+            raise CheckpointExistsError(errno.EEXIST, f"step {step} was saved before", str(self._root))
         with contextlib.ExitStack() as claim:
             claim.enter_context(self._using(step))  # an old step of this number is not deleted meanwhile
             pending = _api.start_save(
-                self._path(step),
+                place.path(step),
                 tree,
-                overwrite=overwrite or step in self._damaged,
+                overwrite=overwrite,
                 base=self._base(),
                 metadata={**(metadata or {}), "step": step, "metrics": numbers},
                 local_data=local_data,
                 options=self._options,
+                storage_options=place.storage_options,
             )
             release = claim.pop_all().close
         pending.add_done_callback(lambda _: release())
@@ -326,16 +348,29 @@ class Checkpointer:
 
     def _restore(self, step: int, like: Any, options: RestoreOptions | None) -> Any:
         with self._using(step):
-            tree = _api.restore(self._path(step), like, options=options)
-            self.restored = self.info(step)
+            return self._nearest(step, partial(self._restore_from, step, like, options))
+
+    def _restore_from(self, step: int, like: Any, options: RestoreOptions | None, place: Place) -> Any:
+        tree = _api.restore(place.path(step), like, options=options, storage_options=place.storage_options)
+        self.restored = _api.describe(place.path(step), storage_options=place.storage_options)
         return tree
+
+    def _nearest(self, step: int, look: Callable[[Place], T]) -> T:
+        """What `look` finds at the nearest place that has a sound copy of a step."""
+        for place in self._places[:-1]:
+            try:
+                return look(place)
+            except CheckpointNotFoundError:
+                continue
+            except CorruptCheckpointError as error:
+                warnings.warn(f"skipped a damaged copy of step {step}: {error}", stacklevel=4)
+        return look(self._places[-1])
 
     # --- looking
 
     def steps(self) -> list[int]:
         """The committed steps, in order."""
-        names = self._root.names() or []
-        return sorted(int(name) for name in names if _STEP.fullmatch(name) and self._is_committed(name))
+        return sorted({step for place in self._places for step in place.steps()})
 
     def latest_step(self) -> int | None:
         """The committed step with the highest number."""
@@ -352,17 +387,20 @@ class Checkpointer:
 
     def info(self, step: int) -> CheckpointInfo:
         """What is known of a step, from its manifest: sizes, metrics, metadata."""
-        return _api.describe(self._path(_checked_step(step)))
+        step = _checked_step(step)
+        return self._nearest(step, lambda place: _api.describe(place.path(step), storage_options=place.storage_options))
 
     # --- ending
 
     def wait(self) -> None:
-        """Wait until all saves are durable and all that they made superfluous is deleted.
+        """Wait until all saves are durable, at `root` too, and all that they made superfluous is deleted.
 
         Raises:
-            CheckpointError: A save failed, or a step could not be deleted.
+            CheckpointError: A save or a copy failed, or a step could not be deleted.
         """
         self._collect(all_but=0)
+        if self._uploads:
+            self._uploads.wait()
         with self._lock:
             deleting = self._deleting
         if deleting is not None:
@@ -405,9 +443,6 @@ class Checkpointer:
             if not pending.collected:
                 pending.result()
 
-    def _path(self, step: int) -> str:
-        return self._root.child(str(step)).path
-
     def _is_due(self, step: int, now: float) -> bool:
         due = self._cadence.is_due(step, now - self._begun, self._cost.seconds)
         return _api.agreed(due) if self._cadence.looks_at_time else due
@@ -417,8 +452,11 @@ class Checkpointer:
         self._since_full = self._since_full % self._full_every + 1
         if self._since_full == 1:
             return None
-        sound = [step for step in self.steps() if step not in self._damaged]
-        return self._path(sound[-1]) if sound else None
+        place = self._places[0]
+        if not place.is_local:
+            return None  # nothing can be linked there
+        sound = [step for step in place.steps() if step not in self._damaged]
+        return place.path(sound[-1]) if sound else None
 
     @contextlib.contextmanager
     def _using(self, step: int) -> Generator[None]:
@@ -444,6 +482,8 @@ class Checkpointer:
             stats.committed_seconds,
             stats.blocked_seconds,
         )
+        if self._uploads:
+            self._uploads.add(stats.step)
         if self._on_saved:
             self._on_saved(stats)
         if jax.process_index() == 0 and not self._retention.keeps_all:
@@ -465,8 +505,8 @@ class Checkpointer:
         while (step := self._claim_superfluous(deleted)) is not None:
             deleted.add(step)
             try:
-                with contextlib.suppress(CheckpointNotFoundError):
-                    _api.delete(self._path(step))
+                for place in self._places:  # the staged copy first, or it would be uploaded again
+                    place.delete(step)
             finally:
                 with self._lock:
                     self._being_deleted = None
@@ -493,9 +533,6 @@ class Checkpointer:
                     # Not over what a commit meanwhile has noted.
                     self._metrics.setdefault(step, self.info(step).metadata.get("metrics", {}))
         return {step: self._metrics[step] for step in steps if step in self._metrics}
-
-    def _is_committed(self, name: str) -> bool:
-        return self._root.child(name).is_file("manifest.json")
 
     def _note_signal(self, number: int, frame: FrameType | None) -> None:
         self._signalled = True

@@ -99,6 +99,7 @@ def cli() -> None:
 @click.option(
     "--timeout-seconds", type=float, default=_SAVE.timeout_seconds, show_default=True, help="Give up after this long."
 )
+@click.option("--verify-after-save", is_flag=True, help="Read all back, and compare it, before it is committed.")
 @click.option("--trace-directory", type=click.Path(), help="Leave a file there that ui.perfetto.dev shows.")
 @click.option("--quiet", is_flag=True, help="Print errors only.")
 def save(source: str, checkpoint: str, *, overwrite: bool, quiet: bool, **options: Any) -> None:
@@ -188,6 +189,23 @@ def verify(ctx: click.Context, checkpoint: str, *, as_json: bool, quiet: bool) -
             speed = decimal(int(report.nbytes / max(report.seconds, 1e-9)))
             click.echo(f"{checkpoint}: {len(report.leaves)} leaves, {decimal(report.nbytes)} verified ({speed}/s)")
     ctx.exit(0 if report.ok else 1)
+
+
+@cli.command()
+@click.argument("source")
+@click.argument("dest")
+@click.option("--overwrite", is_flag=True, help="Replace the checkpoint that is there.")
+@click.option("--quiet", is_flag=True, help="Print errors only.")
+def copy(source: str, dest: str, *, overwrite: bool, quiet: bool) -> None:
+    """Copy the checkpoint SOURCE to DEST, each a directory or URL, checking every hash.
+
+    A copy that was broken off goes on where it was when it is made again.
+    """
+    begun = time.perf_counter()
+    with progress("copying", quiet=quiet) as on_progress:
+        info = jaxckpt.copy(source, dest, overwrite=overwrite, on_progress=on_progress)
+    if not quiet:
+        click.echo(f"copied {source} to {dest}: {_work(info, time.perf_counter() - begun)}")
 
 
 @cli.command()

@@ -12,6 +12,8 @@ import re
 import threading
 import time
 import uuid
+from collections.abc import Iterable
+from pathlib import PurePosixPath
 
 from jaxckpt._errors import (
     CheckpointError,
@@ -19,9 +21,10 @@ from jaxckpt._errors import (
     CheckpointNotFoundError,
     CorruptCheckpointError,
     StorageError,
+    UnsettledCommitError,
 )
 from jaxckpt._location import Location
-from jaxckpt._manifest import Index, IndexFile, Manifest, decode_index, decode_manifest, encode_manifest
+from jaxckpt._manifest import File, Index, IndexFile, Manifest, decode_index, decode_manifest, encode_manifest
 
 MANIFEST = "manifest.json"
 
@@ -39,7 +42,7 @@ class Attempt:
     Args:
         root: Where the checkpoint is to be.
         overwrite: Whether it may replace one.
-        id: Of the attempt, where another process has begun it; this one then only joins.
+        id: Of the attempt, where another process has begun it, which this one joins, or where it is copied.
         created: When it was begun, likewise.
     """
 
@@ -84,6 +87,8 @@ class Attempt:
         Raises:
             StorageError: It is not: the processes do not share this storage.
         """
+        if not self._root.is_local:
+            return  # the first process looks whether it sees what this one has written
         for _ in range(_LOOKS):
             if self._root.is_directory(self.data.name):
                 return
@@ -104,24 +109,22 @@ class Attempt:
             raise CheckpointExistsError(
                 errno.EEXIST, f"the directory holds other files ({names}); choose an empty one", str(self._root)
             )
-        if MANIFEST not in found:
-            return None
-        if not self._overwrite:
+        # Asked for by its name, since an object store may list what was there a while ago.
+        if not self._overwrite and (MANIFEST in found or self._root.is_file(MANIFEST)):
             raise CheckpointExistsError(
                 errno.EEXIST,
                 "a checkpoint is there already; overwrite=True (--overwrite) replaces it",
                 str(self._root),
             )
-        try:
-            return self._root.read(MANIFEST)
-        except CheckpointNotFoundError:
-            return None  # deleted since it was listed
+        return self._root.content(MANIFEST) if self._overwrite else None
 
-    def directories(self) -> list[str]:
-        """Those that must be synced for the data directory to be found, itself among them."""
+    def directories(self, files: Iterable[File]) -> list[str]:
+        """Those that must be synced for `files`, in the data directory, to be found."""
+        parents = {str(parent) for file in files for parent in PurePosixPath(file.name).parents}
+        below = [self.data.child(parent).path for parent in sorted(parents - {"."})]
         # The one around the root too: it may have been made a moment ago by a save that failed.
-        around = [self._root.path, *self._root.readable_parents(), *self._new_entries]
-        return list(dict.fromkeys([self.data.path, *around]))
+        around = [self.data.path, self._root.path, *self._root.readable_parents(), *self._new_entries]
+        return list(dict.fromkeys([*below, *around]))
 
     def sync(self, directory: str) -> None:
         """Make the entries of a directory durable."""
@@ -133,11 +136,14 @@ class Attempt:
         Raises:
             CheckpointExistsError: Somebody else committed a checkpoint here meanwhile.
             StorageError: The manifest could not be made durable; nothing was published.
+            UnsettledCommitError: Whether it was published is not known; the data stay.
         """
         if not self._fate.acquire(blocking=False):
             return  # abandoned: the save has timed out, and nobody waits for this any more
         try:
             self._root.put(MANIFEST, encode_manifest(manifest), replaces=self._replaces)
+        except UnsettledCommitError:
+            raise
         except CheckpointError:
             if not _may_be_current(self._root, manifest):
                 self._discard()
@@ -150,9 +156,12 @@ class Attempt:
     def abandon(self) -> None:
         """Remove what a failed attempt has written. Never raises: the failure itself is the news.
 
-        A process that has joined leaves that to the one that began: it may be about to commit.
+        A process that has joined leaves that to the one that began: it may be about to
+        commit. So does a copy, which goes on from there when it is made again.
         """
-        if not self._joins and self._fate.acquire(blocking=False):
+        if self._joins:
+            self._life.close()
+        elif self._fate.acquire(blocking=False):
             self._discard()
 
     def _discard(self) -> None:
@@ -169,10 +178,7 @@ def delete(root: Location) -> None:
         StorageError: The storage failed; it is gone or as it was.
     """
     try:
-        with root.locked():
-            manifest = root.read(MANIFEST)
-            root.unlink(MANIFEST)
-            root.sync([root.path])
+        manifest = root.take(MANIFEST)
     except CheckpointNotFoundError:
         raise _not_found(root) from None
     _discard_data(root, manifest)
@@ -190,6 +196,23 @@ def read(root: Location) -> Manifest:
         return decode_manifest(root.read(MANIFEST), f"{root}/{MANIFEST}")
     except CheckpointNotFoundError:
         raise _not_found(root) from None
+
+
+def check_seen(data: Location, process: int, name: str, nbytes: int) -> None:
+    """Whether this process sees a file that another one has written.
+
+    Raises:
+        StorageError: It does not: they do not share this storage.
+    """
+    try:
+        data.check_size(name, nbytes)
+    except CheckpointError as error:
+        raise StorageError(
+            errno.ENOENT,
+            f"process {process} has written {name} there, which process 0 does not see; "
+            "all processes must use one path on storage that they share, not on a disk of their own",
+            str(data),
+        ) from error
 
 
 def read_index(data: Location, file: IndexFile) -> Index:

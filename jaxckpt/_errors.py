@@ -33,6 +33,15 @@ class StorageError(CheckpointError, OSError):
     """The storage refused: no space, no permission, an I/O error. `errno` tells which."""
 
 
+class UnsettledCommitError(StorageError):
+    """An object store did not answer the commit of a save, and does not tell whether it happened.
+
+    What is at the path is the new checkpoint or what was there before, whole; where a
+    connection alters every commit, and the store does not notice, it is a damaged manifest
+    that every reader refuses. The data of both stay.
+    """
+
+
 class SaveTimeoutError(CheckpointError, TimeoutError):
     """A save or restore did not end within `timeout_seconds`.
 

@@ -30,6 +30,8 @@ class SaveOptions:
         process_timeout_seconds: In a program of several processes, how long each one
             waits for the others once its own work is done, before `SaveTimeoutError`
             names those that are missing.
+        verify_after_save: Read everything back and compare it with its hashes before the
+            checkpoint is committed: what a network or a disk has altered is not saved.
         trace_directory: Where each save leaves a file that https://ui.perfetto.dev shows:
             when each shard was transferred, hashed and written. None: nowhere.
 
@@ -43,6 +45,7 @@ class SaveOptions:
     chunk_bytes: int = 128 * MIB
     timeout_seconds: float | None = 3600.0
     process_timeout_seconds: float = 600.0
+    verify_after_save: bool = False
     trace_directory: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -56,6 +59,7 @@ class SaveOptions:
         if self.process_timeout_seconds is None:
             raise ValueError("process_timeout_seconds is None; expected a number of seconds")
         _check_positive("process_timeout_seconds", self.process_timeout_seconds)
+        _check_bools(self, "verify_after_save")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -91,9 +95,7 @@ class RestoreOptions:
         if self.max_host_bytes is not None:
             _check_at_least("max_host_bytes", self.max_host_bytes, MIB)
         _check_positive("timeout_seconds", self.timeout_seconds)
-        for name in ("verify", "memory_map", "cast", "partial"):
-            if not isinstance(getattr(self, name), bool):
-                raise ValueError(f"{name} is {getattr(self, name)!r}; expected True or False")
+        _check_bools(self, "verify", "memory_map", "cast", "partial")
 
 
 def _check_at_least(name: str, value: int, least: int) -> None:
@@ -101,6 +103,12 @@ def _check_at_least(name: str, value: int, least: int) -> None:
         raise ValueError(f"{name} is {value!r}; expected a whole number of bytes")
     if value < least:
         raise ValueError(f"{name} is {value}; expected at least {least} bytes")
+
+
+def _check_bools(options: object, *names: str) -> None:
+    for name in names:
+        if not isinstance(getattr(options, name), bool):
+            raise ValueError(f"{name} is {getattr(options, name)!r}; expected True or False")
 
 
 def _check_positive(name: str, value: float | None) -> None:

@@ -16,7 +16,7 @@ from jaxckpt._collector import paused_collector
 from jaxckpt._errors import CheckpointError, CheckpointNotFoundError, CorruptCheckpointError
 from jaxckpt._location import Location
 from jaxckpt._manifest import File, Index, Piece, digest
-from jaxckpt._shards import BLOCK_BYTES, Block, Shape, Slice, blocks, count_blocks, covers, is_contiguous
+from jaxckpt._shards import Block, Shape, Slice, blocks, count_blocks, covers, is_contiguous
 from jaxckpt._store import as_bytes
 from jaxckpt._tasks import Tasks, in_thread
 from jaxckpt._transfer import host_array, host_bytes
@@ -24,7 +24,6 @@ from jaxckpt._transfer import host_array, host_bytes
 Bytes = np.ndarray[Any, Any]
 Boxes = dict[Slice, np.ndarray[Any, Any]]
 
-_RUN_BYTES = BLOCK_BYTES
 _MOST_RUNS = 64
 """So many wait for a thread at once: what has begun is finished also when another has failed."""
 _GAP = memoryview(bytearray(4096))
@@ -86,7 +85,9 @@ class _Read(Struct, frozen=True, gc=False):
 
     @property
     def scratch_nbytes(self) -> int:
-        return self.block.nbytes if self.buffer is None else 0
+        """What reading it takes beside the result. An object store delivers into memory of its own."""
+        buffers = (self.buffer is None) + (not self.stored.location.is_local)
+        return self.block.nbytes * buffers
 
 
 @paused_collector()
@@ -144,7 +145,8 @@ def check_files(leaves: Iterable[tuple[str, Sequence[Stored]]]) -> None:
     checked: set[str] = set()
     for name, pieces in leaves:
         for stored in pieces:
-            if stored.path not in checked:
+            # An object is looked at when it is read: to ask before would double the requests.
+            if stored.location.is_local and stored.path not in checked:
                 with _damage_of(name):
                     stored.location.check_size(stored.file.name, stored.file.nbytes)
                 checked.add(stored.path)
@@ -196,18 +198,18 @@ class Reader:
         """Read and check every block of `leaves` and keep nothing but what is wrong with them."""
         found: list[Fault] = []
 
-        async def examine(run: list[_Read], nbytes: int) -> None:
+        async def examine(run: list[_Read], scratch_nbytes: int) -> None:
             try:
                 found.extend(await in_thread(_examine, run))
             finally:
-                self._scratch.release(nbytes)
-            self._progress.add(nbytes)
+                self._scratch.release(scratch_nbytes)
+            self._progress.add(sum(read.block.nbytes for read in run))
 
         async with Tasks() as tasks:
             for run in await in_thread(_all_runs, leaves):
-                nbytes = sum(read.block.nbytes for read in run)
-                await self._scratch.acquire(nbytes)
-                tasks.create_task(examine(run, nbytes))
+                scratch_nbytes = sum(read.scratch_nbytes for read in run)
+                await self._scratch.acquire(scratch_nbytes)
+                tasks.create_task(examine(run, scratch_nbytes))
         return found
 
     async def _read_run(self, run: list[_Read], scratch_nbytes: int) -> None:
@@ -289,11 +291,11 @@ def _runs(reads: list[_Read]) -> list[list[_Read]]:
     runs: list[list[_Read]] = []
     reads.sort(key=lambda read: (read.mapped, read.stored.path, read.offset))
     for _, same in itertools.groupby(reads, key=lambda read: (read.mapped, read.stored.path)):
-        nbytes = _RUN_BYTES
+        most, nbytes = 0, 0
         for read in same:
-            if nbytes + read.block.nbytes > _RUN_BYTES:
+            if nbytes + read.block.nbytes > most:
                 runs.append([])
-                nbytes = 0
+                most, nbytes = read.stored.location.run_bytes, 0
             runs[-1].append(read)
             nbytes += read.block.nbytes
     return runs

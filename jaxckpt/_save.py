@@ -5,17 +5,18 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from importlib.metadata import version
-from pathlib import PurePosixPath
 from typing import Any
 
 import jax
 import msgspec
 import numpy as np
 
-from jaxckpt import _commit, _store, _tree
+from jaxckpt import _commit, _reader, _store, _tree
+from jaxckpt._budget import Progress
 from jaxckpt._collector import paused_collector
 from jaxckpt._errors import (
     CheckpointError,
+    CorruptCheckpointError,
     LeafMismatchError,
     PeerError,
     StorageError,
@@ -34,11 +35,13 @@ from jaxckpt._manifest import (
     Timings,
     Value,
     digest,
+    dtype_named,
     encode_index,
     name_of,
 )
 from jaxckpt._options import SaveOptions
 from jaxckpt._processes import Conversation
+from jaxckpt._reader import Reader, Wanted
 from jaxckpt._shards import Slice, describe
 from jaxckpt._store import Layout
 from jaxckpt._tasks import clean_up, each_in_thread, in_thread
@@ -137,14 +140,18 @@ async def save(root: Location, tree: Any, request: Request) -> CheckpointInfo:
             with paused_collector():
                 plan = _plan(flat, kinds, nodes, names, writer, attempt.data)
             ours = await _begin(root, attempt, plan, talk, opening)
-            links = await in_thread(_links, request.base, plan, attempt.data) if request.base else None
+            links = await in_thread(_links, request.base, plan, attempt.data)
         index = await writer.write(ours, attempt.data, captured, links)
         with trace.span("write records and sync directories"):
             layouts = writer.layouts(plan.sources if talk.is_first else [])
             index, index_file = await _write_records(attempt.data, index, layouts, writer.written_nbytes)
-            await each_in_thread(attempt.sync, [*_directories(attempt.data, index), *attempt.directories()])
+            await each_in_thread(attempt.sync, attempt.directories(index.files))
+        if request.options.verify_after_save:
+            with trace.span("verify"):
+                await _check_written(attempt.data, plan, index, index_file, writer.limit)
         if talk.is_first:
             shares = [_Share(index_file, request.local_data), *await talk.collect("write", _Share)]
+            await in_thread(_check_seen, attempt.data, shares)
             timings = Timings(captured_seconds=captured_seconds, written_seconds=time.monotonic() - began)
             closing = _closing(shares, timings, request.metadata)
             with trace.span("commit"):
@@ -237,8 +244,10 @@ def _closing(shares: list[_Share], timings: Timings, metadata: dict[str, Any]) -
     return _Closing([share.index for share in shares], timings, metadata, local_data if given else [])
 
 
-def _links(base: Location, plan: _Plan, data: Location) -> Links | None:
-    """What this process wrote of the leaves of `plan` in the checkpoint `base`; None where that cannot be read."""
+def _links(base: Location | None, plan: _Plan, data: Location) -> Links | None:
+    """What this process wrote of the leaves of `plan` in the checkpoint `base`; None where that is of no use."""
+    if base is None or not (base.is_local and data.is_local):
+        return None
     try:
         manifest = _commit.read(base)
         earlier, name = base.child(manifest.data), index_name()
@@ -254,6 +263,13 @@ def _links(base: Location, plan: _Plan, data: Location) -> Links | None:
         and (name := manifest.leaves[piece.leaf].name) in numbers
     }
     return Links(earlier, found, data)
+
+
+def _check_seen(data: Location, shares: Sequence[_Share]) -> None:
+    """What all processes have written; of a directory they have seen that it is one before."""
+    for process, share in enumerate(shares):
+        if process and not data.is_local:
+            _commit.check_seen(data, process, share.index.name, share.index.nbytes)
 
 
 def index_name() -> str:
@@ -313,14 +329,27 @@ async def _write_records(
     return index, file
 
 
+async def _check_written(data: Location, plan: _Plan, index: Index, index_file: IndexFile, limit: int) -> None:
+    """Read back what this process has written, within `limit` bytes.
+
+    Raises:
+        CorruptCheckpointError: It is not what was written.
+    """
+    reader = Reader(limit, verify=True, memory_map=False, progress=Progress(0, None))
+    stored = _reader.by_leaf([(index, data)], str(data))
+    wanted = [
+        Wanted(leaf.name, leaf.shape, dtype_named(leaf.dtype), (), stored[number])
+        for number, leaf in enumerate(plan.leaves)
+        if number in stored
+    ]
+    faults = await reader.find_faults(wanted)
+    if faults:
+        raise CorruptCheckpointError(f"nothing was saved, for it is not read as it was written: {faults[0].problem}")
+    await in_thread(_commit.read_index, data, index_file)
+
+
 def _write_metadata(data: Location, layout: Layout) -> File:
     name, metadata = f"{layout.name}/{_store.METADATA}", layout.metadata()
     layout.location.make()  # of an array whose every chunk another process writes
     data.write(name, metadata)
     return File(name=name, nbytes=len(metadata), hash=digest(metadata))
-
-
-def _directories(data: Location, index: Index) -> list[str]:
-    """Every directory below `data` that holds a file or a directory of this save."""
-    parents = {str(parent) for file in index.files for parent in PurePosixPath(file.name).parents}
-    return [data.child(parent).path for parent in sorted(parents - {"."})]

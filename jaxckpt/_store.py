@@ -1,4 +1,4 @@
-"""One Zarr array through TensorStore, its hashes, and TensorStore's errors as ours.
+"""One Zarr array: where its chunks are, its metadata, and its hashes; written through TensorStore.
 
 Reading does not go through TensorStore: chunks are raw bytes, so a box of a chunk is a
 byte range that is read straight into the array it becomes. A `zarr.json` that somebody
@@ -6,34 +6,21 @@ altered is never interpreted, and a bad disk is an OSError rather than the SIGBU
 TensorStore's memory-mapped mode (the only one as fast) would die of.
 """
 
-import errno
 import math
 import os
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import msgspec
 import numpy as np
-import tensorstore as ts
 
-from jaxckpt._errors import StorageError
+from jaxckpt import _tensorstore
 from jaxckpt._location import Location
 from jaxckpt._manifest import digest, zarr_dtype
 from jaxckpt._shards import Shape, Slice, blocks
-from jaxckpt._tasks import finished
+from jaxckpt._tensorstore import Context
 
 METADATA = "zarr.json"
-
-_CONTEXT = {
-    # One writer for each key, in a directory that nobody else writes: the default lock file
-    # would be re-used untruncated after a kill (tensorstore 0.1.86 and older).
-    "file_io_locking": {"mode": "none"},
-    "file_io_sync": True,
-    # More writes the last tenth faster, and keeps the threads of the training program waiting for a core.
-    "file_io_concurrency": {"limit": 8},
-    "data_copy_concurrency": {"limit": max(2, os.cpu_count() or 2)},
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,11 +52,6 @@ def pack_layout(root: Location, name: str, nbytes: int) -> Layout:
     return Layout(root.child(name), name, (nbytes,), np.dtype(np.uint8), (nbytes,))
 
 
-def context() -> ts.Context:
-    """A context for one save. Sharing one between saves keeps the source arrays alive for ever."""
-    return ts.Context(_CONTEXT)
-
-
 def zarr_json(shape: Shape, dtype: np.dtype[Any], chunk: Shape, attributes: dict[str, Any] | None = None) -> bytes:
     """The metadata of a plain, uncompressed Zarr v3 array.
 
@@ -83,40 +65,25 @@ def chunk_file(start: Shape, chunk: Shape) -> str:
     return ".".join(["c", *(str(at // n) for at, n in zip(start, chunk, strict=True))])
 
 
-async def open_array(location: Location, shape: Shape, dtype: np.dtype[Any], chunk: Shape, shared: ts.Context) -> Any:
+async def open_array(layout: Layout, shared: Context) -> Any:
     """Open an array for writing without touching the storage: its `zarr.json` is written by whoever commits it."""
-    try:
-        return await ts.open(
-            {
-                "driver": "zarr3",
-                "kvstore": {"driver": "file", "path": location.path + "/"},
-                "metadata": _metadata(shape, dtype, chunk, None),
-                # A chunk of zeros is a file like any other: one that is missing is then known to be lost.
-                "store_data_equal_to_fill_value": True,
-            },
-            open=True,
-            write=True,
-            assume_metadata=True,
-            context=shared,
-        )
-    except ValueError as error:
-        raise _as_ours(error, location.path) from error
+    metadata = _metadata(layout.shape, layout.dtype, layout.chunk, None)
+    return await _tensorstore.open_array(layout.location.kvstore, metadata, layout.location.path, shared)
 
 
-async def write(array: Any, box: Slice, data: np.ndarray[Any, Any], path: str) -> None:
-    """Write `data` as the box `box`, whole chunks, without a copy; durable on return, but for its directories.
+async def write(array: Any, box: Slice, data: np.ndarray[Any, Any], layout: Layout) -> None:
+    """Write `data` as the box `box` of an array, whole chunks; durable on return, but for its directories.
 
     `data` must not change before this returns.
     """
-    try:
-        stored = data.view(zarr_dtype(data.dtype))
-        await finished(_awaited(array[box.index].write(stored, can_reference_source_data_indefinitely=True)))
-    except ValueError as error:
-        raise _as_ours(error, path) from error
-
-
-async def _awaited(future: Any) -> None:
-    await future
+    await _tensorstore.write_array(
+        array,
+        box.index,
+        data.view(zarr_dtype(data.dtype)),
+        layout.location.child(chunk_file(box.start, layout.chunk)).path,
+        keeps=layout.location.keeps_written_data,
+        retry_seconds=layout.location.retry_seconds,
+    )
 
 
 def hashes(raw: np.ndarray[Any, Any], shape: Shape, itemsize: int) -> list[str]:
@@ -148,16 +115,3 @@ def _metadata(shape: Shape, dtype: np.dtype[Any], chunk: Shape, attributes: dict
         ],
         **({"attributes": attributes} if attributes else {}),
     }
-
-
-def _as_ours(error: ValueError, path: str) -> Exception:
-    """TensorStore raises ValueError for everything.
-
-    What comes from the storage starts with a status word, and ends with the system's
-    error number where there is one. Anything else is a mistake of ours and stays as it is.
-    """
-    if not re.match(r"[A-Z_]+: ", str(error)):
-        return error
-    found = re.search(r"os_error_code='(\d+)'", str(error))
-    number = int(found[1]) if found else errno.EIO
-    return StorageError(number, f"{os.strerror(number)} ({error})", path)

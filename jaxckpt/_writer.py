@@ -24,6 +24,7 @@ from jaxckpt._options import MIB, SaveOptions
 from jaxckpt._shards import Replicated, Slice, chunk_shape, chunks, owners, replicated, whole
 from jaxckpt._store import Layout, pack_layout
 from jaxckpt._tasks import Tasks, in_thread
+from jaxckpt._tensorstore import Context, context
 from jaxckpt._trace import Trace
 from jaxckpt._transfer import (
     PinnedCopies,
@@ -39,7 +40,6 @@ from jaxckpt._transfer import (
     way,
 )
 
-_PACK_BYTES = 16 * MIB
 _STAGING_BYTES = 128 * MIB
 
 
@@ -95,6 +95,7 @@ class Writer:
         trace: Told of what happens when.
 
     Attributes:
+        limit: The most host memory, in bytes, for copies of array data.
         written_nbytes: Bytes of array data that were written, padding included, and not linked.
     """
 
@@ -117,9 +118,8 @@ class Writer:
         # processes must agree on the chunks, so what one of them has free does not count.
         agreed = limit if jax.process_count() == 1 else options.max_host_bytes or sys.maxsize
         self._chunk_bytes = min(options.chunk_bytes, agreed // 4)
-        self._pack_bytes = min(_PACK_BYTES, limit // 4)
-        self._limit = limit
-        self._context = _store.context()
+        self.limit = limit
+        self._contexts: dict[Context | None, Context] = {}
         self._copies = PinnedCopies()
         self._filling = asyncio.Lock()
         self._copying = asyncio.Lock()
@@ -152,12 +152,13 @@ class Writer:
         """
         self._links = links
         self._pack_root = packs
+        self._pack_bytes = min(packs.pack_bytes if packs else 0, self.limit // 4)
         parts = await self._parts(sources)
         self._progress = Progress(sum(part.nbytes for part in parts), self._on_progress)
         staged = [part.nbytes for part in parts if part.way == "staged" and part.source.layout]
         slot_bytes = max(staged, default=0)
         self._staging = Staging(slot_bytes, min(len(staged), max(1, self._staging_bytes // max(1, slot_bytes))))
-        self._budget = Budget(self._limit - self._staging.nbytes)
+        self._budget = Budget(self.limit - self._staging.nbytes)
         self._arrays = {
             source.number: await self._open(source.layout) for source in sources if source.layout is not None
         }
@@ -245,7 +246,10 @@ class Writer:
         return pack_layout(self._pack_root, name, nbytes)
 
     async def _open(self, layout: Layout) -> Any:
-        return await _store.open_array(layout.location, layout.shape, layout.dtype, layout.chunk, self._context)
+        shared = layout.location.shared
+        if shared not in self._contexts:
+            self._contexts[shared] = context(shared)
+        return await _store.open_array(layout, self._contexts[shared])
 
     async def _start(self, job: _Part | _PackJob, tasks: Tasks) -> None:
         """Begin a job as a task; return when its data are captured."""
@@ -316,7 +320,7 @@ class Writer:
 
     async def _write_data(self, array: Any, box: Slice, data: np.ndarray[Any, Any], layout: Layout) -> None:
         with self._trace.span("write", file=layout.file(box.start), nbytes=data.nbytes):
-            await _store.write(array, box, data, layout.location.path)
+            await _store.write(array, box, data, layout)
         self.written_nbytes += layout.chunk_nbytes
 
     async def _write_pack(self, job: _PackJob, captured: asyncio.Event) -> None:

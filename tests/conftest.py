@@ -5,6 +5,9 @@ import os
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 
+# A store that stalls is noticed soon. Read when jaxckpt is imported.
+os.environ.setdefault("TENSORSTORE_CURL_LOW_SPEED_TIME_SECONDS", "3")
+
 import subprocess
 import sys
 import textwrap

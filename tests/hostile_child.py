@@ -31,7 +31,7 @@ from jaxckpt import (
     _cli,
     _commit,
     _info,
-    _location,
+    _local,
     _manifest,
     _reader,
     _tree,
@@ -190,7 +190,7 @@ def stats_of(path: str) -> list[os.stat_result]:
 
 
 def follow_links() -> None:
-    _location._open_below = lambda top, name: os.open(os.path.join(top, name), os.O_RDONLY)
+    _local._open_below = lambda top, name: os.open(os.path.join(top, name), os.O_RDONLY)
 
 
 def believe_records() -> None:
@@ -436,7 +436,7 @@ class ManifestTarget(Target):
 
     def decode(self, data: bytes) -> None:
         manifest = _manifest.decode_manifest(envelope_of(data), "manifest.json")
-        found = _info.info(_location.Location("/nowhere"), manifest)
+        found = _info.info(_local.LocalLocation("/nowhere"), manifest)
         assert found.nbytes >= 0
         for leaf in found.leaves:
             str(leaf.sharding)
@@ -459,7 +459,7 @@ class IndexTarget(Target):
     def decode(self, data: bytes) -> None:
         expected = _manifest.IndexFile(name="index-0.json", nbytes=len(data), hash=_manifest.digest(data))
         index = _manifest.decode_index(data, expected, "index-0.json")
-        pieces = _reader.by_leaf([(index, _location.Location("/nowhere"))], "index-0.json")
+        pieces = _reader.by_leaf([(index, _local.LocalLocation("/nowhere"))], "index-0.json")
         taken: dict[str, int] = {}
         for number, leaf in self._leaves:
             _reader.check(leaf.name, leaf.shape, _manifest.dtype_named(leaf.dtype), pieces.get(number, ()), taken)
@@ -480,7 +480,7 @@ class ArrayIndexTarget(Target):
 
     def decode(self, data: bytes) -> None:
         self.place(data)
-        location = _location.Location(str(self.path))
+        location = _local.LocalLocation(str(self.path))
         leaf, indexes = _arrays._read_array_metadata(location)
         pieces = _reader.by_leaf([(index, location) for index in indexes], str(location))[0]
         _reader.check(leaf.name, leaf.shape, _manifest.dtype_named(leaf.dtype), pieces, {})

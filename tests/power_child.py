@@ -17,7 +17,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
 from jaxckpt import SaveOptions, StorageError, _store
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 OPTIONS = SaveOptions(pack_below_bytes=64 << 10)  # so that arrays of a few MiB are not packed
 
@@ -117,20 +117,20 @@ def _mutate(mutant: str) -> None:
             mock.patch.object(os, "fsync").start()
             mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
         case "directories are not synced":
-            mock.patch.object(Location, "sync").start()
+            mock.patch.object(LocalLocation, "sync").start()
         case "data are not synced":
             mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
         case "data are synced after the commit":
             mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
-            mock.patch.object(Location, "put", _put_before_data).start()
+            mock.patch.object(LocalLocation, "put", _put_before_data).start()
         case _:
             raise ValueError(mutant)
 
 
-_put = Location.put
+_put = LocalLocation.put
 
 
-def _put_before_data(location: Location, name: str, data: bytes, *, replaces: bytes | None) -> None:
+def _put_before_data(location: LocalLocation, name: str, data: bytes, *, replaces: bytes | None) -> None:
     _put(location, name, data, replaces=replaces)
     time.sleep(0.3)
     for file in location.files():

@@ -19,8 +19,8 @@ import syscalls
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt import SaveOptions, StorageError, _commit, _location, _store
-from jaxckpt._location import Location
+from jaxckpt import SaveOptions, StorageError, _commit, _local, _store
+from jaxckpt._local import LocalLocation
 
 OPTIONS = SaveOptions(pack_below_bytes=1024)
 """Small files, so that many runs fit: the sharded leaf still gets a Zarr array of its own, and the others a pack."""
@@ -75,51 +75,51 @@ FUNCTIONS: dict[str, Callable[..., None]] = {
 
 
 def _manifest_in_place() -> None:
-    def put(self: Location, name: str, data: bytes, *, replaces: bytes | None) -> None:
+    def put(self: LocalLocation, name: str, data: bytes, *, replaces: bytes | None) -> None:
         fd = os.open(self.child(name).path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         for half in data[:100], data[100:]:
             os.write(fd, half)
             os.fsync(fd)
         os.close(fd)
 
-    Location.put = put
+    LocalLocation.put = put
 
 
 def _manifest_first() -> None:
-    put = Location.put
+    put = LocalLocation.put
 
-    def early(self: Location, name: str, data: bytes, *, replaces: bytes | None) -> None:
+    def early(self: LocalLocation, name: str, data: bytes, *, replaces: bytes | None) -> None:
         index = self.child(_commit.decode_manifest(data, "").data).child("index-0.json").path
         later = self.child(_commit.decode_manifest(data, "").data).child("index-9.json").path
         os.rename(index, later)
         put(self, name, data, replaces=replaces)
         os.rename(later, index)
 
-    Location.put = early
+    LocalLocation.put = early
 
 
 def _one_directory() -> None:
-    def write(self: Location, name: str, data: bytes) -> None:
+    def write(self: LocalLocation, name: str, data: bytes) -> None:
         with open(self.child(name).path, "wb") as file:
             file.write(data)
 
-    Location.write = write
+    LocalLocation.write = write
     _commit.uuid = SimpleNamespace(uuid4=lambda: uuid.UUID(int=0))
     _commit._discard_data = lambda *_: None
 
 
 def _unsynced_directories() -> None:
-    sync = Location.sync
+    sync = LocalLocation.sync
 
-    def quiet(self: Location, directories: Iterable[str]) -> None:
+    def quiet(self: LocalLocation, directories: Iterable[str]) -> None:
         with contextlib.suppress(OSError):
             sync(self, directories)
 
-    Location.sync = quiet
+    LocalLocation.sync = quiet
 
 
 def _raw_errors() -> None:
-    _location.StorageError = OSError
+    _local.StorageError = OSError
 
 
 def _one_error_for_all() -> None:

@@ -41,6 +41,7 @@ def failing_save(path: Path) -> jaxckpt.PendingSave:
     return pending
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("transfer", TRANSFERS)
 def test_arrays_may_be_donated_or_deleted_as_soon_as_start_save_returns(tmp_path: Path, transfer: str) -> None:
     sharding = NamedSharding(Mesh(np.array(jax.devices()), "x"), PartitionSpec("x"))
@@ -58,6 +59,7 @@ def test_arrays_may_be_donated_or_deleted_as_soon_as_start_save_returns(tmp_path
         np.testing.assert_array_equal(found, value)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("size", [10, 4 << 20])
 def test_numpy_arrays_may_be_overwritten_as_soon_as_start_save_returns(tmp_path: Path, size: int) -> None:
     array = np.arange(size)

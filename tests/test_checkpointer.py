@@ -29,7 +29,7 @@ from jaxckpt import (
     KeepBest,
     SaveOptions,
     StorageError,
-    _location,
+    _local,
 )
 from jaxckpt._options import Transfer
 from jaxckpt._retention import Cadence, Cost, Retention, young_daly_seconds
@@ -168,7 +168,7 @@ def test_a_failed_save_raises_once_at_the_next_call(tmp_path: Path, monkeypatch:
 
     ckpt = Checkpointer(tmp_path)
     with monkeypatch.context() as broken:
-        broken.setattr(_location.Location, "put", full)
+        broken.setattr(_local.LocalLocation, "put", full)
         pending = ckpt.save(1, tree(1))
         assert pending is not None
         while not pending.done():
@@ -186,7 +186,7 @@ def test_a_failed_save_raises_at_the_end_of_the_block_unless_that_has_an_error_o
     def full(*_: object, **__: object) -> None:
         raise StorageError(28, "No space left on device", "the disk")
 
-    monkeypatch.setattr(_location.Location, "put", full)
+    monkeypatch.setattr(_local.LocalLocation, "put", full)
     with pytest.raises(StorageError, match="No space left"), Checkpointer(tmp_path) as ckpt:
         ckpt.save(1, tree(1))
     with pytest.raises(ZeroDivisionError), Checkpointer(tmp_path) as ckpt:  # noqa: PT012
@@ -226,13 +226,13 @@ def test_restore_takes_the_newest_sound_step_and_says_what_it_skipped(tmp_path: 
 
 
 def test_more_saves_than_allowed_wait_and_say_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    original = _location.Location.put
+    original = _local.LocalLocation.put
 
-    def slow(self: _location.Location, *args: object, **kwargs: object) -> None:
+    def slow(self: _local.LocalLocation, *args: object, **kwargs: object) -> None:
         time.sleep(0.3)
         original(self, *args, **kwargs)  # pyright: ignore
 
-    monkeypatch.setattr(_location.Location, "put", slow)
+    monkeypatch.setattr(_local.LocalLocation, "put", slow)
     with Checkpointer(tmp_path, max_in_flight=2) as ckpt:
         waits = [pending.waited_seconds for step in range(3) if (pending := ckpt.save(step, tree(step)))]
     assert waits[0] < 0.1
@@ -244,7 +244,7 @@ def test_deleting_never_delays_a_save(tmp_path: Path, monkeypatch: pytest.Monkey
     free = threading.Event()
     deleted: list[str] = []
 
-    def hangs(path: str) -> None:
+    def hangs(path: str, **_: object) -> None:
         free.wait(30)
         deleted.append(path)
 

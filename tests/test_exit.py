@@ -19,8 +19,8 @@ BOUND_SECONDS = 30
 PRELUDE = """
 import asyncio, atexit, multiprocessing, os, signal, sys, threading, time
 import jax.numpy as jnp, numpy as np, jaxckpt
-from jaxckpt import _location, _sync
-from jaxckpt._location import Location
+from jaxckpt import _local, _sync
+from jaxckpt._local import LocalLocation
 
 def tree(generation):
     return {"large": jnp.full((1 << 20) + 1, generation), "small": np.full(7, generation), "step": generation}
@@ -28,7 +28,7 @@ def tree(generation):
 def touch(name):
     open(name, "w").close()
 
-put, fsync = Location.put, os.fsync
+put, fsync = LocalLocation.put, os.fsync
 
 def slow_put(self, *args, **kwargs):
     touch("in flight")
@@ -48,7 +48,7 @@ SECONDS = 0.6
 jaxckpt.save("a", tree(1))
 """
 
-SLOW = PRELUDE + "Location.put = slow_put\n"
+SLOW = PRELUDE + "LocalLocation.put = slow_put\n"
 FAILING = PRELUDE + "os.fsync = failing_fsync\nSECONDS = 0.3\n"
 START = """
 pending = jaxckpt.start_save("a", tree(2), overwrite=True)
@@ -190,7 +190,7 @@ def test_a_save_from_any_place_that_fails_is_told_of(server: Server, tmp_path: P
 
 def test_a_loop_that_ends_cancels_its_tasks_and_so_their_saves(server: Server, tmp_path: Path) -> None:
     script = """
-sync = Location.sync
+sync = LocalLocation.sync
 
 def slow_sync(self, directories):
     touch("in flight")
@@ -201,7 +201,7 @@ async def main():
     saving = asyncio.create_task(jaxckpt.save_async("a", tree(2), overwrite=True))
     await asyncio.to_thread(until_in_flight)
 
-Location.sync = slow_sync
+LocalLocation.sync = slow_sync
 asyncio.run(main())
 """
     done = run(server, tmp_path, PRELUDE + script)
@@ -313,7 +313,7 @@ def test_a_fork_does_not_tell_of_the_failure_of_its_parent(server: Server, tmp_p
 
 LOCKED = """
 import warnings; warnings.simplefilter("ignore")
-content = Location._content
+content = LocalLocation._content
 
 def slow_content(self, name):
     touch("in flight")
@@ -321,7 +321,7 @@ def slow_content(self, name):
     return content(self, name)
 
 
-Location._content = slow_content
+LocalLocation._content = slow_content
 pending = jaxckpt.start_save("a", tree(2), overwrite=True)
 until_in_flight()
 pid = os.fork()
@@ -344,7 +344,7 @@ def test_a_fork_does_not_hold_the_locks_of_its_parent(server: Server, tmp_path: 
 
 
 def test_a_fork_that_kept_the_locks_would_be_found(server: Server, tmp_path: Path) -> None:
-    mutant = "_location._open_directories = type('Forgetful', (set,), {'add': lambda *_: None})()\n"
+    mutant = "_local._open_directories = type('Forgetful', (set,), {'add': lambda *_: None})()\n"
     assert run(server, tmp_path, PRELUDE + mutant + LOCKED).stdout == "waited\n"
 
 

@@ -173,6 +173,7 @@ def test_a_cast_does_not_excuse_another_shape(tmp_path: Path) -> None:
 # Every dtype
 
 
+@pytest.mark.gpu
 @alone_and_packed
 @pytest.mark.parametrize("name", [name for name in JAX_DTYPES if name not in WIDE])
 def test_every_dtype_of_jax_comes_back_bit_for_bit(tmp_path: Path, name: str, pack_below_bytes: int) -> None:
@@ -369,6 +370,7 @@ def test_a_numpy_scalar_comes_back_as_one(tmp_path: Path, name: str) -> None:
         assert found == scalar
 
 
+@pytest.mark.gpu
 @alone_and_packed
 @pytest.mark.parametrize("nbytes", [64, 3 << 20])
 @pytest.mark.parametrize("max_host_bytes", [None, 1 << 20])
@@ -391,6 +393,7 @@ def test_numpy_leaves_overwritten_right_after_start_save_are_saved_as_they_were(
         assert_bits(found[name], leaf)
 
 
+@pytest.mark.gpu
 def test_a_numpy_leaf_becomes_a_jax_array_and_back_when_like_says_so(tmp_path: Path) -> None:
     values = np.arange(6, dtype=np.float32).reshape(2, 3)
     jaxckpt.save(tmp_path / "c", {"n": values, "j": jnp.asarray(values), "s": np.float32(2)})

@@ -102,6 +102,7 @@ def refuse_pinned(monkeypatch: pytest.MonkeyPatch, allowed: int) -> None:
     monkeypatch.setattr(jax, "device_put", device_put)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("allowed", [0, 1, 2])
 def test_a_save_goes_on_by_staged_copies_when_pinned_memory_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, allowed: int
@@ -116,6 +117,7 @@ def test_a_save_goes_on_by_staged_copies_when_pinned_memory_is_refused(
         np.testing.assert_array_equal(found, value)
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("transfer", ["auto", "pinned", "direct", "staged"])
 @pytest.mark.parametrize("dtype", ["float32", "int4"])
 def test_no_host_copy_is_left_on_the_arrays_of_the_caller(tmp_path: Path, transfer: str, dtype: str) -> None:
@@ -125,6 +127,7 @@ def test_no_host_copy_is_left_on_the_arrays_of_the_caller(tmp_path: Path, transf
     assert array.addressable_data(0)._npy_value is None
 
 
+@pytest.mark.gpu
 @pytest.mark.parametrize("spec", [("x",), (None, "x"), ()])
 def test_shards_larger_than_the_budget_are_streamed_to_devices_with_memory_of_their_own(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, spec: tuple[str | None, ...]

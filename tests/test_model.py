@@ -27,7 +27,7 @@ from writers_child import assert_clean, generation_at
 import jaxckpt
 from jaxckpt import CheckpointExistsError, CheckpointNotFoundError, StorageError, UnsupportedLeafError
 from jaxckpt._commit import Attempt
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 SEED = int(os.environ.get("JAXCKPT_SEED", time.time_ns() % 1_000_000))
 
@@ -68,17 +68,17 @@ OTHER = OtherProcess()
 @contextlib.contextmanager
 def failing(method: str) -> Generator[None]:
     """The next call of a method of the storage fails."""
-    original = getattr(Location, method)
+    original = getattr(LocalLocation, method)
 
-    def once(self: Location, *args: Any, **kwargs: Any) -> Any:
-        setattr(Location, method, original)
+    def once(self: LocalLocation, *args: Any, **kwargs: Any) -> Any:
+        setattr(LocalLocation, method, original)
         raise StorageError(errno.EIO, "Input/output error", self.path)
 
-    setattr(Location, method, once)
+    setattr(LocalLocation, method, once)
     try:
         yield
     finally:
-        setattr(Location, method, original)
+        setattr(LocalLocation, method, original)
 
 
 def save(path: str, generation: int, overwrite: bool) -> None:
@@ -258,12 +258,12 @@ def test_no_sequence_of_operations_and_faults_differs_from_a_dict(long: bool) ->
     assert min(STEPS[what] for what in ("kill in a save", "fault in put", "delete", "gc", "restore")) >= 1
 
 
-def nothing(self: Location, *args: Any, **kwargs: Any) -> None:
+def nothing(self: LocalLocation, *args: Any, **kwargs: Any) -> None:
     pass
 
 
 def test_a_commit_that_is_forgotten_would_be_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Location, "put", nothing)
+    monkeypatch.setattr(LocalLocation, "put", nothing)
     with pytest.raises((AssertionError, pytest.fail.Exception)):
         run(12, 40)
 

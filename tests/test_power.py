@@ -38,7 +38,7 @@ from jaxckpt import (
     _commit,
     _tasks,
 )
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 pytestmark = needs_disks
 
@@ -457,14 +457,14 @@ def test_a_save_that_hangs_in_its_commit_times_out_and_leaves_the_old_or_the_new
     tmp_path: Path, linger_seconds: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with disk("ext4", tmp_path) as device:
-        path, put = device.path / "a", Location.put
+        path, put = device.path / "a", LocalLocation.put
         jaxckpt.save(path, tree_of(0), options=OPTIONS)
 
         def freeze_and_put(*args: Any, **kwargs: Any) -> None:
             device.freeze()
             put(*args, **kwargs)
 
-        monkeypatch.setattr(Location, "put", freeze_and_put)
+        monkeypatch.setattr(LocalLocation, "put", freeze_and_put)
         with pytest.raises(SaveTimeoutError):
             jaxckpt.save(path, tree_of(1), overwrite=True, options=LIMITED)
         monkeypatch.undo()

@@ -22,7 +22,7 @@ from writers_child import generation_at
 import jaxckpt
 from jaxckpt import CheckpointNotFoundError
 from jaxckpt._cli import cli
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 TEN_YEARS = 10 * 365 * 24 * 3600
 LEFT = "d-" + "0" * 32
@@ -213,7 +213,7 @@ def test_without_the_lock_gc_would_take_the_data_of_a_live_save(saved: Path, mon
     process = forked.start(trust_child.save_and_stop, str(saved), "put")
     assert process.pid is not None
     wait_until_stopped(process.pid)
-    monkeypatch.setattr(Location, "is_locked", lambda self: False)
+    monkeypatch.setattr(LocalLocation, "is_locked", lambda self: False)
     assert len(jaxckpt.gc(saved, grace_seconds=0).removed) == 1
     process.kill()
     process.join()

@@ -16,7 +16,7 @@ from writers_child import assert_clean, generation_at
 
 import jaxckpt
 from jaxckpt import CheckpointExistsError
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 LOST = "somebody else changed manifest.json while this save ran; what they left stays"
 
@@ -108,7 +108,7 @@ def test_one_of_several_saves_of_one_process_wins(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, save: Callable[..., list[BaseException | None]], overwrite: bool
 ) -> None:
     syscalls_child.save(str(tmp_path / "0"), 0, False)
-    monkeypatch.setattr(Location, "put", writers_child._gated(Location.put, threading.Barrier(3)))
+    monkeypatch.setattr(LocalLocation, "put", writers_child._gated(LocalLocation.put, threading.Barrier(3)))
     for i in range(1, 11):
         path = str(tmp_path / ("0" if overwrite else str(i)))
         generations = [3 * i, 3 * i + 1, 3 * i + 2]
@@ -152,15 +152,15 @@ def test_a_checkpoint_that_is_deleted_while_an_overwrite_begins_is_no_obstacle(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     jaxckpt.save(tmp_path / "a", {"w": 1})
-    listed = Location.names
+    listed = LocalLocation.names
 
-    def names(self: Location) -> list[str] | None:
+    def names(self: LocalLocation) -> list[str] | None:
         found = listed(self)
         if found and "manifest.json" in found:
-            monkeypatch.setattr(Location, "names", listed)
+            monkeypatch.setattr(LocalLocation, "names", listed)
             jaxckpt.delete(tmp_path / "a")
         return found
 
-    monkeypatch.setattr(Location, "names", names)
+    monkeypatch.setattr(LocalLocation, "names", names)
     jaxckpt.save(tmp_path / "a", {"w": 2}, overwrite=True)
     assert jaxckpt.restore(tmp_path / "a") == {"w": 2}

@@ -9,22 +9,22 @@ import syscalls_child
 
 import jaxckpt
 from jaxckpt import _commit
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 
 def save_and_stop(path: str, method: str) -> None:
     """Stop, as by Ctrl-Z, when the storage is asked for `method`; go on when continued."""
-    original = getattr(Location, method)
+    original = getattr(LocalLocation, method)
     stopped = False
 
-    def stopping(self: Location, *args: Any, **kwargs: Any) -> Any:
+    def stopping(self: LocalLocation, *args: Any, **kwargs: Any) -> Any:
         nonlocal stopped
         if not stopped:
             stopped = True
             signal.pthread_kill(threading.get_ident(), signal.SIGSTOP)  # this thread goes no further
         return original(self, *args, **kwargs)
 
-    setattr(Location, method, stopping)
+    setattr(LocalLocation, method, stopping)
     syscalls_child.save(path, 2, True)
 
 

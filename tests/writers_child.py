@@ -11,7 +11,7 @@ import syscalls_child
 
 import jaxckpt
 from jaxckpt import CheckpointError, CheckpointNotFoundError
-from jaxckpt._location import Location
+from jaxckpt._local import LocalLocation
 
 
 def generation_at(path: str) -> int | None:
@@ -41,18 +41,18 @@ def assert_clean(path: str) -> None:
 
 def _no_lock_and_no_look() -> None:
     @contextlib.contextmanager
-    def locked(self: Location) -> Generator[None]:
+    def locked(self: LocalLocation) -> Generator[None]:
         yield
 
-    def put(self: Location, name: str, data: bytes, *, replaces: bytes | None) -> None:
+    def put(self: LocalLocation, name: str, data: bytes, *, replaces: bytes | None) -> None:
         self.write(f".{name}.{os.getpid()}", data)
         os.rename(self.child(f".{name}.{os.getpid()}").path, self.child(name).path)
 
-    Location.locked, Location.put = locked, put
+    LocalLocation.locked, LocalLocation.put = locked, put
 
 
 def _gated(put: Callable[..., None], gate: Any) -> Callable[..., None]:
-    def gated(self: Location, *args: Any, **kwargs: Any) -> None:
+    def gated(self: LocalLocation, *args: Any, **kwargs: Any) -> None:
         gate.wait(60)
         put(self, *args, **kwargs)
 
@@ -63,7 +63,7 @@ def write(channel: Connection, gate: Any, mutant: bool) -> None:
     """Save what `channel` asks for. All writers reach `gate` before the first of them commits."""
     if mutant:
         _no_lock_and_no_look()
-    Location.put = _gated(Location.put, gate)
+    LocalLocation.put = _gated(LocalLocation.put, gate)
     while job := channel.recv():
         path, generation, overwrite = job
         try:
