@@ -36,7 +36,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, Literal, NamedTuple, Self, TypeVar
 
 import jax
 import numpy as np
@@ -279,6 +279,13 @@ def show(figure: str, value: float | None) -> str:
     return f"{value:.3g} x"
 
 
+class Ratio(NamedTuple):
+    """A figure that means the same on every machine, as far as one does; `run.py` watches it."""
+
+    value: float
+    better: Literal["smaller", "larger"] = "smaller"
+
+
 def records(case: str, samples: Samples) -> list[dict[str, Any]]:
     """The rounds of one case as flat records for the JSON file."""
     return [
@@ -288,16 +295,37 @@ def records(case: str, samples: Samples) -> list[dict[str, Any]]:
     ]
 
 
-def write_json(file: Path, benchmark: str, directory: Path, results: Sequence[Mapping[str, Any]]) -> None:
-    """Write the results and where they come from. A figure that was not measured becomes null."""
+def write_json(
+    file: Path,
+    benchmark: str,
+    directory: Path,
+    results: Sequence[Mapping[str, Any]],
+    ratios: Mapping[str, Ratio] | None = None,
+) -> None:
+    """Write the results, where they come from, and the ratios to watch. A figure that was not measured becomes null.
+
+    Without `ratios` they are those of the results whose figure is named `ratio` or ends with `_ratio`: less is better.
+    """
     document = {
         "benchmark": benchmark,
         "command": sys.argv[1:],
         "versions": versions(),
         "machine": machine(directory),
+        "ratios": {name: ratio._asdict() for name, ratio in (ratios_in(results) if ratios is None else ratios).items()},
         "results": results,
     }
     file.write_text(json.dumps(_without_nan(document), indent=1) + "\n")
+
+
+def ratios_in(results: Sequence[Mapping[str, Any]]) -> dict[str, Ratio]:
+    """Those among records of rounds, by their case and variant, and among rows with a bar, by what they say."""
+    return {
+        row.get("what") or f"{row['case']}: {row['variant']}, {row['figure']}": Ratio(
+            row["measured"] if "measured" in row else row["median"]
+        )
+        for row in results
+        if row.get("figure") == "ratio" or str(row.get("figure")).endswith("_ratio")
+    }
 
 
 def _without_nan(value: Any) -> Any:

@@ -18,7 +18,16 @@ from pathlib import Path
 
 import jax
 import numpy as np
-from _harness import arguments, fresh_directory, print_machine, print_table, show, use_cpu_devices, write_json
+from _harness import (
+    Ratio,
+    arguments,
+    fresh_directory,
+    print_machine,
+    print_table,
+    show,
+    use_cpu_devices,
+    write_json,
+)
 
 import jaxckpt
 from jaxckpt import _commit, _location
@@ -58,8 +67,17 @@ def main() -> int:
         [[row["what"], str(row["processes"]), show(row["figure"], row["value"])] for row in results],
     )
     if options.json:
-        write_json(options.json, "many_processes", options.dir, results)
+        write_json(options.json, "many_processes", options.dir, results, ratios(results))
     return 0
+
+
+def ratios(results: list[dict]) -> dict[str, Ratio]:
+    """How the bytes of the records grow with the processes: of the most simulated, by those of the fewest."""
+    found: dict[str, dict[int, float]] = {}
+    for row in results:
+        if row["figure"].endswith("_bytes"):
+            found.setdefault(row["what"], {})[row["processes"]] = row["value"]
+    return {f"{what}: {max(by)} processes / {min(by)}": Ratio(by[max(by)] / by[min(by)]) for what, by in found.items()}
 
 
 def overhead(options: argparse.Namespace) -> list[dict]:
@@ -136,7 +154,7 @@ def _simulate(root: _location.Location, count: int, leaves: int) -> list[tuple[s
         timings=Timings(),
     )
     began = time.perf_counter()
-    for directory in attempt.directories():
+    for directory in attempt.directories([]):
         attempt.sync(directory)
     attempt.publish(manifest)
     committed = time.perf_counter() - began

@@ -33,6 +33,7 @@ from _harness import (
     MIB,
     Figures,
     PeakMemory,
+    Ratio,
     Samples,
     Worker,
     arguments,
@@ -435,6 +436,18 @@ def print_workload(workload: Workload, samples: Samples) -> None:
         )
 
 
+def ratios(results: Mapping[str, Samples]) -> dict[str, Ratio]:
+    """The times of jaxckpt's default mode, as multiples of those of every peer."""
+    return {
+        f"{name}: {_heading(figure)}, auto / {peer.name}": Ratio(found["auto"][figure] / theirs)
+        for name, samples in results.items()
+        if "auto" in (found := medians(samples))
+        for figure in ("durable_seconds", "restore_seconds")
+        for peer in PEERS
+        if (theirs := found.get(peer.name, {}).get(figure))
+    }
+
+
 def _heading(figure: str) -> str:
     return {"save_peak_bytes": "save peak", "restore_peak_bytes": "restore peak"}.get(figure, figure.split("_")[0])
 
@@ -509,11 +522,11 @@ def main() -> None:
     swept = {workload.name: results[workload.name] for workload in points}
     if swept:
         print_sweep(swept)
+    named = {workload.name: results[workload.name] for workload in workloads}
     if options.json:
         found = [record for name, samples in results.items() for record in records(name, samples)]
-        write_json(options.json, "pinned_vs_baseline", options.dir, found)
+        write_json(options.json, "pinned_vs_baseline", options.dir, found, ratios(named))
     if options.plot:
-        named = {workload.name: results[workload.name] for workload in workloads}
         panels = [partial(bars, figure, named) for figure in ("durable_seconds", "restore_seconds")]
         if swept:
             panels += [partial(rates, figure, points, swept) for figure in ("durable_seconds", "restore_seconds")]

@@ -116,3 +116,20 @@ def test_lost_step_time_compares_the_loops_and_the_adapters(run_benchmark: Run) 
     assert {"loop", "adapters"} == {row["area"] for row in rows}
     assert sum(row["most"] is not None for row in rows) == 3
     assert done.returncode == (0 if all(row["passed"] for row in rows) else 1), done.stderr
+
+
+def test_h2d_sharded_compares_what_is_no_view(run_benchmark: Run, tmp_path: Path) -> None:
+    plot = tmp_path / "plot.png"
+    done, report = run_benchmark("h2d_sharded.py", "--plot", str(plot))
+    rows = [row for row in report["results"] if "what" in row]
+    measured = {(row["case"], row["variant"]) for row in report["results"] if "variant" in row}
+    for way in ("device_put", "one device after the other", "all devices overlapped"):
+        assert ("rows over 8, unaligned", way) in measured
+        assert {("rows over 8, aligned", f"{way}: a view"), ("rows over 8, aligned", f"{way}, then a copy")} <= measured
+    for target in ("Device", "NamedSharding", "SingleDeviceSharding"):
+        assert ("one device, unaligned", f"device_put, {target}") in measured
+    assert not any(way.startswith("put_sharded") and "view" in way for _, way in measured)
+    assert not any(": a view" in row["detail"] for row in rows)
+    assert report["ratios"] == {row["what"]: {"value": row["measured"], "better": "smaller"} for row in rows}
+    assert done.returncode == (0 if all(row["passed"] for row in rows) else 1), done.stderr
+    assert plot.exists() or "matplotlib is not installed" in done.stderr
