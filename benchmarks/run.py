@@ -27,6 +27,7 @@ BENCHMARKS: dict[str, list[str]] = {
     "pinned_vs_baseline": ["--quick"],
     "lost_step_time": ["--quick"],
     "many_processes": ["--scale", "0.1", "--processes", "1", "16"],
+    "object_stores": ["--quick"],
     "h2d_sharded": ["--quick"],
     "data_parallel": ["--quick"],
     "sharding_vs_pmap": ["--quick"],

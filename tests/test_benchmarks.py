@@ -10,6 +10,7 @@ from typing import Any
 
 import jax
 import pytest
+import stores
 
 ROOT = Path(__file__).parents[1]
 BENCHMARKS = ROOT / "benchmarks"
@@ -115,6 +116,19 @@ def test_lost_step_time_compares_the_loops_and_the_adapters(run_benchmark: Run) 
         assert (variant, "lost_seconds") in measured or f"{variant}: skipped" in done.stderr
     assert {"loop", "adapters"} == {row["area"] for row in rows}
     assert sum(row["most"] is not None for row in rows) == 3
+    assert done.returncode == (0 if all(row["passed"] for row in rows) else 1), done.stderr
+
+
+def test_object_stores_compares_jaxckpt_with_plain_clients(run_benchmark: Run) -> None:
+    if reason := stores.missing("weed"):
+        pytest.skip(reason)
+    done, report = run_benchmark("object_stores.py")
+    rows = [row for row in report["results"] if "what" in row]
+    measured = {(row["variant"], row["figure"]) for row in report["results"] if "variant" in row}
+    clients = ("jaxckpt", "s3fs", "botocore")
+    assert measured == {(client, f"{verb}_seconds") for client in clients for verb in ("put", "get")}
+    assert {row["area"] for row in rows} == {"rate", "memory"}
+    assert all(row["measured"] is not None for row in rows)
     assert done.returncode == (0 if all(row["passed"] for row in rows) else 1), done.stderr
 
 
