@@ -7,9 +7,9 @@ Every step runs in a process of its own, which is ended when it takes too long; 
 what failed is named, and the others go on. Exit code 1 when a step failed, or on a GPU when a target is missed.
 
 - `tests`: the tests marked `gpu`, of transfers, donation and dtypes.
-- `transfers`: 4 GiB to the host. `pinned` is the copy that a save makes, in 16 arrays, beside one copy of a single
-  array of the same bytes; `staged` goes through a 128 MiB buffer; `np.asarray` is asked of arrays that have no host
-  copy yet.
+- `transfers`: 4 GiB to the host. `pinned, overlapped` is the copy that a save makes, in 16 arrays, beside one copy of a
+  single array of the same bytes; `staged` goes through a 128 MiB buffer; `np.asarray` is asked of arrays that have no
+  host copy yet.
 - `start_save`: until it returns, of 1, 8 and 24 GiB, with a budget that holds them. The first save of a process has
   pinned memory to allocate, which is shown apart; the target is that of the later ones.
 - `donation`: all arrays are donated in the statement after `start_save`, and the checkpoint is compared bit by bit.
@@ -47,7 +47,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from _harness import (
-    MIB,
     Ratio,
     fresh_directory,
     print_machine,
@@ -56,6 +55,7 @@ from _harness import (
     use_cpu_devices,
     write_json,
 )
+from _legs import LARGE, OVERLAPPED, STAGED, rates, seconds_of, ways
 from acceptance import floor_growth
 from h2d_sharded import measure as measure_puts
 from lost_step_time import NOTHING, SAVE_EVERY, SAVERS, Loop, run_loop
@@ -63,13 +63,11 @@ from pinned_vs_baseline import VARIANTS, Variant, Workload, installed, save_and_
 from pinned_vs_baseline import _is_importable as is_importable
 
 import jaxckpt
-from jaxckpt._shards import blocks
-from jaxckpt._transfer import PINNED, PinnedCopies, copy_into, host_bytes
+from jaxckpt._transfer import PINNED, host_bytes
 
 ROOT = Path(__file__).parents[1]
 GIB = 1 << 30
 LEAVES = 16
-SLOT_BYTES = 128 * MIB
 ROUNDS = 3
 TESTS = ("test_async.py", "test_memory.py", "test_leaves.py", "test_put_sharded.py")
 LIMIT = "XLA_PJRT_GPU_HOST_MEMORY_LIMIT_GB"
@@ -142,12 +140,6 @@ def differing(path: Path, nbytes: int) -> int:
     return sum(not _are_equal()(restored[name], leaf) for name, leaf in expected.items())
 
 
-def seconds_of(work: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    work()
-    return time.perf_counter() - began
-
-
 def run_tests(scale: Scale) -> Iterator[Figure]:
     with fresh_directory(scale.directory) as directory:
         report = directory / "report.xml"
@@ -174,36 +166,17 @@ def run_tests(scale: Scale) -> Iterator[Figure]:
 def transfers(scale: Scale) -> Iterator[Figure]:
     nbytes = scale.nbytes(4)
     arrays, whole = list(state_of(nbytes).values()), state_of(nbytes, 1)["leaf0"]
-    device = jax.devices()[0]
-    pinned = jax.sharding.SingleDeviceSharding(device, memory_kind=PINNED)
-    slot = host_bytes(SLOT_BYTES)
-
-    def staged() -> None:
-        for array in arrays:
-            for block in blocks(array.shape, 4, SLOT_BYTES):
-                copy_into(slot, array, block.slice)
 
     def as_array() -> float:
         fresh = jax.block_until_ready([jnp.copy(array) for array in arrays])
         return seconds_of(lambda: [np.asarray(array) for array in fresh])
 
-    ways: dict[str, Callable[[], float]] = {
-        "one large pinned copy": lambda: seconds_of(lambda: jax.block_until_ready(jax.device_put(whole, pinned))),
-        "pinned": lambda: seconds_of(lambda: PinnedCopies().start(arrays)()),
-        "staged": lambda: seconds_of(staged),
-        "np.asarray": as_array,
-    }
-    samples: dict[str, list[float]] = {name: [] for name in ways}
-    for number in range(ROUNDS + 1):
-        for name, way in ways.items():
-            seconds = way()
-            if number:
-                samples[name].append(seconds)
-    rates = {name: nbytes / 1e9 / statistics.median(found) for name, found in samples.items()}
-    for name, rate in rates.items():
+    timed = {name: partial(seconds_of, way) for name, way in ways(arrays, whole).items()}
+    found = rates(timed | {"np.asarray": as_array}, nbytes, ROUNDS)
+    for name, rate in found.items():
         yield Figure(f"to the host: {name}", "GB/s", rate)
-    yield _quotient("to the host: pinned / one large pinned copy", rates["pinned"], rates["one large pinned copy"], 0.9)
-    yield _quotient("to the host: pinned / staged", rates["pinned"], rates["staged"], 5.0)
+    yield _quotient(f"to the host: {OVERLAPPED} / {LARGE}", found[OVERLAPPED], found[LARGE], 0.9)
+    yield _quotient(f"to the host: {OVERLAPPED} / {STAGED}", found[OVERLAPPED], found[STAGED], 5.0)
 
 
 def _quotient(what: str, ours: float, other: float, least: float) -> Figure:

@@ -3,14 +3,18 @@
     python benchmarks/pinned_vs_baseline.py [--quick] [--dir DIR] [--json FILE] [--plot FILE]
 
 Workloads: `big` is 1 GiB in 8 float32 arrays, each sharded over all devices; `small` is 2,000 leaves of 64 KiB,
-replicated over all devices; the sweep is one array, by size and by the number of devices that it is sharded over.
-The bits are random, so nothing compresses.
+replicated over all devices; the sweep is one array, by size and by the number of devices that it is sharded over, saved
+by jaxckpt alone. The bits are random, so nothing compresses.
 
 Figures: `blocked`, until the call returns to the caller; `durable`, until the bytes are on disk as far as the
 variant goes (see its note); `restore`, onto the same sharding, and hash-verified by jaxckpt alone; the peak of
 resident memory above the arrays themselves, for the save and for the restore. Every turn saves new arrays, as a
 training loop does, because JAX keeps the host copy of an array that was once gathered. The saved files are moved
 before they are restored, so that they come from the page cache and not from a cache of the process that saved them.
+
+The device-to-host leg of the sweep is also timed by itself, into memory that is allocated for it: staged through 128
+MiB, with one pinned transfer a shard, with all of these at once, and one pinned transfer of a single array of as many
+bytes, by which the others and the whole saves are measured.
 
 On a machine without an accelerator 8 CPU devices are made; on a GPU the ones that are there are used.
 """
@@ -37,6 +41,7 @@ from _harness import (
     Samples,
     Worker,
     arguments,
+    in_child,
     interleave,
     medians,
     plot,
@@ -48,6 +53,8 @@ from _harness import (
     use_cpu_devices,
     write_json,
 )
+from _legs import LARGE, ONE_BY_ONE, OVERLAPPED, STAGED, seconds_of, ways
+from _legs import rates as leg_rates
 from jax.sharding import NamedSharding, PartitionSpec
 
 import jaxckpt
@@ -412,6 +419,29 @@ def compare(
         }
 
 
+def legs(workload: Workload, rounds: int) -> dict[str, float]:
+    """GB/s of the ways from the devices to the host, for the one array of a point of the sweep."""
+    (array,) = workload.on_devices().values()
+    whole = jax.block_until_ready(jax.device_put(array, jax.devices()[0], may_alias=False))
+    shards = [shard.data for shard in array.addressable_shards]
+    return leg_rates({k: partial(seconds_of, way) for k, way in ways(shards, whole).items()}, workload.nbytes, rounds)
+
+
+def print_legs(found: Mapping[str, dict[str, float]], points: Sequence[Workload], saved: Mapping[str, Samples]) -> None:
+    """The rate of each way, and of each whole save, also as a share of that of one large copy."""
+    rows = []
+    for point in points:
+        seconds = {name: figures["durable_seconds"] for name, figures in medians(saved[point.name]).items()}
+        rates_of = found[point.name] | {f"save, {n}": point.nbytes / 1e9 / taken for n, taken in seconds.items()}
+        rows.append((point.name, rates_of))
+    columns = list(rows[0][1])
+    print_table(
+        "to the host, and whole saves: GB/s, and of one large copy",
+        ["size / shards", *columns],
+        [[name, *(f"{rate[c]:.2f}  {rate[c] / rate[LARGE]:4.0%}" for c in columns)] for name, rate in rows],
+    )
+
+
 def print_workload(workload: Workload, samples: Samples) -> None:
     """The medians of one workload, and the ratios of jaxckpt's modes to every peer."""
     found = medians(samples)
@@ -436,9 +466,14 @@ def print_workload(workload: Workload, samples: Samples) -> None:
         )
 
 
-def ratios(results: Mapping[str, Samples]) -> dict[str, Ratio]:
-    """The times of jaxckpt's default mode, as multiples of those of every peer."""
-    return {
+def ratios(results: Mapping[str, Samples], found_legs: Mapping[str, dict[str, float]]) -> dict[str, Ratio]:
+    """The times of jaxckpt's default mode by those of every peer; the rates of the legs by that of a large copy."""
+    shares = {
+        f"{point}: {way} / {LARGE}": Ratio(found[way] / found[LARGE], "larger")
+        for point, found in found_legs.items()
+        for way in (STAGED, ONE_BY_ONE, OVERLAPPED)
+    }
+    return shares | {
         f"{name}: {_heading(figure)}, auto / {peer.name}": Ratio(found["auto"][figure] / theirs)
         for name, samples in results.items()
         if "auto" in (found := medians(samples))
@@ -492,6 +527,16 @@ def rates(figure: str, workloads: Sequence[Workload], results: Mapping[str, Samp
     axes.legend()
 
 
+def leg_lines(workloads: Sequence[Workload], found: Mapping[str, dict[str, float]], axes: Any) -> None:
+    """Draw GB/s to the host against the array's size, one line a way, at the largest number of shards."""
+    shards = max(workload.devices for workload in workloads)
+    points = [workload for workload in workloads if workload.devices == shards]
+    for way in found[points[0].name]:
+        axes.plot([w.nbytes / MIB for w in points], [found[w.name][way] for w in points], marker="o", label=way)
+    axes.set(xscale="log", xlabel="MiB", ylabel="GB/s", title=f"to the host, {shards} shards")
+    axes.legend()
+
+
 def parse() -> argparse.Namespace:
     parser = arguments("Save and restore sharded arrays: jaxckpt's transfer modes beside their peers.")
     parser.add_argument("--quick", action="store_true", help="under a minute: a tenth of the bytes, 3 rounds")
@@ -504,7 +549,7 @@ def parse() -> argparse.Namespace:
     defaults: dict[str, Any] = (
         {"rounds": 3, "scale": 0.1, "sizes": [4, 32], "shards": [8]}
         if options.quick
-        else {"rounds": 5, "scale": 1.0, "sizes": [1, 16, 256, 1024], "shards": [1, 2, 4, 8]}
+        else {"rounds": 5, "scale": 1.0, "sizes": [1, 16, 256, 1024, 4096], "shards": [1, 2, 4, 8]}
     )
     return argparse.Namespace(**vars(options) | {k: v for k, v in defaults.items() if getattr(options, k) is None})
 
@@ -516,20 +561,29 @@ def main() -> None:
     variants = installed([VARIANTS[name] for name in options.variants])
     workloads = [big(options.scale), small(options.scale)]
     points = sweep(options.sizes, options.shards)
-    results = compare(variants, workloads + points, options)
+    results = compare(variants, workloads, options)
+    results |= compare([variant for variant in variants if variant.name in MODES], points, options)
+    found_legs = {point.name: in_child(legs, point, options.rounds) for point in points}
     for workload in workloads:
         print_workload(workload, results[workload.name])
     swept = {workload.name: results[workload.name] for workload in points}
     if swept:
         print_sweep(swept)
+        print_legs(found_legs, points, swept)
     named = {workload.name: results[workload.name] for workload in workloads}
     if options.json:
         found = [record for name, samples in results.items() for record in records(name, samples)]
-        write_json(options.json, "pinned_vs_baseline", options.dir, found, ratios(named))
+        found += [
+            {"case": point, "variant": way, "figure": "leg_gigabytes_per_second", "median": rate}
+            for point, rates_of in found_legs.items()
+            for way, rate in rates_of.items()
+        ]
+        write_json(options.json, "pinned_vs_baseline", options.dir, found, ratios(named, found_legs))
     if options.plot:
         panels = [partial(bars, figure, named) for figure in ("durable_seconds", "restore_seconds")]
         if swept:
             panels += [partial(rates, figure, points, swept) for figure in ("durable_seconds", "restore_seconds")]
+            panels.append(partial(leg_lines, points, found_legs))
         plot(options.plot, panels)
 
 

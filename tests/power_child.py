@@ -16,7 +16,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt import SaveOptions, StorageError, _store
+from jaxckpt import SaveOptions, StorageError, _tensorstore
 from jaxckpt._local import LocalLocation
 
 OPTIONS = SaveOptions(pack_below_bytes=64 << 10)  # so that arrays of a few MiB are not packed
@@ -115,13 +115,13 @@ def _mutate(mutant: str) -> None:
             return
         case "nothing is synced":
             mock.patch.object(os, "fsync").start()
-            mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
+            mock.patch.dict(_tensorstore._LOCAL, file_io_sync=False).start()
         case "directories are not synced":
             mock.patch.object(LocalLocation, "sync").start()
         case "data are not synced":
-            mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
+            mock.patch.dict(_tensorstore._LOCAL, file_io_sync=False).start()
         case "data are synced after the commit":
-            mock.patch.dict(_store._CONTEXT, file_io_sync=False).start()
+            mock.patch.dict(_tensorstore._LOCAL, file_io_sync=False).start()
             mock.patch.object(LocalLocation, "put", _put_before_data).start()
         case _:
             raise ValueError(mutant)

@@ -19,7 +19,7 @@ import syscalls
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 import jaxckpt
-from jaxckpt import SaveOptions, StorageError, _commit, _local, _store
+from jaxckpt import SaveOptions, StorageError, _commit, _local, _tensorstore
 from jaxckpt._local import LocalLocation
 
 OPTIONS = SaveOptions(pack_below_bytes=1024)
@@ -123,7 +123,7 @@ def _raw_errors() -> None:
 
 
 def _one_error_for_all() -> None:
-    _store._as_ours = lambda error, path: StorageError(errno.EIO, "Input/output error", path)
+    _tensorstore._as_ours = lambda error, where, attempts=0: StorageError(errno.EIO, "Input/output error", where)
 
 
 def _doubt_taken_for_failure() -> None:

@@ -126,7 +126,7 @@ def check_gpu_script(tmp_path: Path, *options: str) -> tuple[subprocess.Complete
 @pytest.mark.parametrize(
     ("steps", "says"),
     [
-        (["transfers", "start_save", "put_sharded"], "to the host: pinned / staged"),
+        (["transfers", "start_save", "put_sharded"], "to the host: pinned, overlapped / staged"),
         (["donation", "host_copies", "limit"], "2 GiB with 1 GB of pinned memory: leaves that differ"),
         (["peers", "lost", "resident"], "2 GiB: restore / the slower of reading and putting"),
     ],

@@ -313,7 +313,7 @@ def test_a_fork_does_not_tell_of_the_failure_of_its_parent(server: Server, tmp_p
 
 LOCKED = """
 import warnings; warnings.simplefilter("ignore")
-content = LocalLocation._content
+content = LocalLocation.content
 
 def slow_content(self, name):
     touch("in flight")
@@ -321,7 +321,7 @@ def slow_content(self, name):
     return content(self, name)
 
 
-LocalLocation._content = slow_content
+LocalLocation.content = slow_content
 pending = jaxckpt.start_save("a", tree(2), overwrite=True)
 until_in_flight()
 pid = os.fork()

@@ -137,7 +137,7 @@ class Run(RuleBasedStateMachine):
     def fail_to_delete(self, wanted: list[tuple[int, Metrics]]) -> None:
         """Every deletion fails meanwhile: it is told once, and what is superfluous stays until the next save."""
 
-        def fails(path: str) -> None:
+        def fails(path: str, **_: Any) -> None:
             raise StorageError(5, "Input/output error", path)
 
         with mock.patch("jaxckpt._api.delete", fails):
@@ -258,10 +258,10 @@ def test_an_old_step_that_is_being_deleted_is_no_obstacle_to_one_of_its_number(
 ) -> None:
     begun, go, delete = threading.Event(), threading.Event(), jaxckpt._api.delete
 
-    def slow(path: str) -> None:
+    def slow(path: str, **kwargs: Any) -> None:
         begun.set()
         assert go.wait(60)
-        delete(path)
+        delete(path, **kwargs)
 
     monkeypatch.setattr(jaxckpt._api, "delete", slow)
     with Checkpointer(tmp_path, keep_last=1) as ckpt:
