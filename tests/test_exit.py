@@ -313,15 +313,15 @@ def test_a_fork_does_not_tell_of_the_failure_of_its_parent(server: Server, tmp_p
 
 LOCKED = """
 import warnings; warnings.simplefilter("ignore")
-content = LocalLocation.content
+rename = os.rename
 
-def slow_content(self, name):
+def slow_rename(*args):
     touch("in flight")
     time.sleep(0.5)
-    return content(self, name)
+    rename(*args)
 
 
-LocalLocation.content = slow_content
+os.rename = slow_rename  # of the commit, which holds the lock
 pending = jaxckpt.start_save("a", tree(2), overwrite=True)
 until_in_flight()
 pid = os.fork()
