@@ -28,7 +28,7 @@ from hostile_child import SLACK_BYTES, Forged, envelope_of
 import jaxckpt
 from jaxckpt import SaveOptions
 
-SECONDS = 5.0
+SECONDS = 15.0
 SECONDS_PER_MIB = 0.1
 FACTORS = {"a million leaves": 20, "a million keys that are empty lists": 25}
 """Of the input, what memory these may take; others 10. Their records are shorter than Python's smallest objects."""
