@@ -225,7 +225,7 @@ def seaweedfs(parent: Path) -> Iterator[SeaweedFS]:
         *(f"-master.port={master}", "-master.telemetry=false", "-master.volumeSizeLimitMB=64"),
         # Without it a server that was killed needs 17 s to be its own leader again.
         "-master.electionTimeout=1s",
-        *(f"-volume.port={volume}", "-volume.max=50", f"-filer.port={filer}", "-filer.localSocket=filer.sock"),
+        *(f"-volume.port={volume}", "-volume.max=400", f"-filer.port={filer}", "-filer.localSocket=filer.sock"),
         *("-s3", f"-s3.port={s3}", "-s3.localSocket=s3.sock", "-s3.config=s3.json"),
         *("-s3.port.iceberg=0", "-s3.port.lance=0"),
     ]
