@@ -85,8 +85,8 @@ class _Read(Struct, frozen=True, gc=False):
 
     @property
     def scratch_nbytes(self) -> int:
-        """What reading it takes beside the result. An object store delivers into memory of its own."""
-        buffers = (self.buffer is None) + (not self.stored.location.is_local)
+        """What reading it takes beside the result. An object store delivers into memory of its own, twice."""
+        buffers = (self.buffer is None) + 2 * (not self.stored.location.is_local)
         return self.block.nbytes * buffers
 
 

@@ -6,6 +6,7 @@ import os
 import random
 import re
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -150,9 +151,8 @@ class Values:
     def read_many(self, key: str, ranges: Sequence[Range | None]) -> list[tuple[bytes | None, bytes]]:
         """`read` of several ranges at once."""
         reads = [lambda wanted=wanted: self._store.read(key, byte_range=wanted and slice(*wanted)) for wanted in ranges]
-        begun = [read() for read in reads]
-        found = [self._insist(key, read, first) for read, first in zip(reads, begun, strict=True)]
-        return [(result.value if result.state == "value" else None, result.stamp.generation) for result in found]
+        begun = deque(read() for read in reads)  # taken off one by one, since each keeps the bytes that came
+        return [_value(self._insist(key, read, begun.popleft())) for read in reads]
 
     def write(self, key: str, data: bytes | memoryview | None) -> None:
         """Write, or for None delete, a value."""
@@ -185,6 +185,10 @@ class Values:
                 return future.result(timeout=patience.left + 1)
             except (ValueError, TimeoutError) as error:
                 time.sleep(patience.delay_after(error, f"{self._url}{key}"))
+
+
+def _value(found: Any) -> tuple[bytes | None, bytes]:
+    return (found.value if found.state == "value" else None, found.stamp.generation)
 
 
 def is_transient(error: Exception) -> bool:
